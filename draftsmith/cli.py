@@ -1,0 +1,85 @@
+"""The command line: each command loads a recipe and calls one function."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftsmith.core.config import load
+from draftsmith.core.log import errors
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    help="Train, check and ship draft models for speculative decoding.\n\n"
+    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`.",
+)  # fmt: skip
+
+RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that replace the recipe's: key.sub=value …", show_default=False)]
+
+
+def _run(recipe: Path, overrides: list[str] | None):  # noqa: ANN202
+    from draftsmith.pipeline import Run
+    from draftsmith.recipe import Recipe
+
+    return Run(load(Recipe, recipe, overrides or []))
+
+
+@app.command()
+def capture(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Run the target over all conversations and write its features to disk. Stopped, it continues where it was."""
+    from draftsmith import pipeline
+
+    pipeline.capture(_run(recipe, overrides))
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train the draft. Stopped or killed, the same command continues from the last checkpoint to the same bits.
+
+    Example: draftsmith train recipes/smollm2-eagle3.yaml train.steps=200 draft.steps=3 features.kind=live
+    """
+    from draftsmith import pipeline
+
+    pipeline.train(_run(recipe, overrides))
+
+
+@app.command("eval")
+def evaluate(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Decode held-out prompts with and without the best checkpoint: acceptance, speed, identity. Leaves report.json."""
+    from draftsmith import pipeline
+
+    pipeline.evaluate_run(_run(recipe, overrides))
+
+
+@app.command()
+def export(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    to: Annotated[Path | None, typer.Option(help="Folder to write; <run>/export when absent.")] = None,
+) -> None:
+    """Write the best checkpoint as SGLang and vLLM load it; read back and compared before success is reported."""
+    from draftsmith import pipeline
+
+    pipeline.export_run(_run(recipe, overrides), to)
+
+
+def main() -> None:
+    """Entry point: mistakes of the user end in one message and exit code 2, a stop by Ctrl-C in 130."""
+    from draftsmith.train.loop import Interrupted
+
+    try:
+        app(standalone_mode=True)
+    except Interrupted as stopped:
+        errors.print(str(stopped), markup=False)
+        sys.exit(130)
+    except KeyboardInterrupt:
+        errors.print("stopped; whatever was finished is kept, and the same command continues", markup=False)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        errors.print(f"[bold red]error:[/] ", end="")
+        errors.print(str(error), markup=False)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""From conversations to supervised token ids, and the draft vocabulary counted from them."""

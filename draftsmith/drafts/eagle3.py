@@ -1,0 +1,343 @@
+"""EAGLE-3: one decoder block over (embedding of the next token, features of the target), trained by training-time test.
+
+Li et al., arXiv 2503.01840. Which token, feature, position and teacher meet is stated in docs/design/alignment.md; tests/drafts/test_eagle3.py
+holds a reference that loops over single positions. What is computed here is only what a supervised prediction needs: step-0 keys
+and values of all tokens, and chains that have a supervised prediction, or a random subset of them per document with weights that
+keep the loss unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.core.config import Positive, Schedule, at
+from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
+from draftsmith.drafts.base import BaseDraftConfig, Context, Draft, Layout, Sampling, draw
+from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
+from draftsmith.nn.blocks import MLP, Projections, RMSNorm
+from draftsmith.nn.losses import linear_kl
+from draftsmith.nn.rope import Rope
+from draftsmith.target.weights import Target
+
+
+class Eagle3Config(BaseDraftConfig):
+    """An EAGLE-3 draft."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    """The algorithm."""
+    layers: tuple[int, ...] | None = None
+    """Decoder blocks whose outputs are captured, 0-based. Default: 1, n//2-1 and n-4 of n, which every engine takes to be the same."""
+    vocab_size: Positive = 8192
+    """Size of the draft vocabulary; the target's most frequent answer tokens are chosen."""
+    steps: Schedule = ((0.0, 7),)
+    """Steps of training-time test (K): how many tokens each chain drafts in training. A number, or [[0, 1], [0.5, 3]] to grow over training."""
+    chains: Schedule | None = None
+    """Chains per document drawn at random each step; all when absent. Losses keep their meaning: the draw is unbiased."""
+    step_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Step k counts step_weight ** k in the loss."""
+    intermediate_size: Positive | None = None
+    """Width of the MLP; the target's when absent."""
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Chains of a batch, sorted by anchor: packed index of the anchor, how many steps have a supervised prediction, and the weight."""
+
+    anchor_C: Int[Tensor, " C"]
+    alive_C: Int[Tensor, " C"]
+    weight_C: Float[Tensor, " C"]
+
+    def keep(self, rows: Tensor) -> _Chains:
+        return _Chains(self.anchor_C[rows], self.alive_C[rows], self.weight_C[rows])
+
+
+class Eagle3(Draft):
+    """The draft model; tensor names are those of published checkpoints."""
+
+    architecture = "LlamaForCausalLMEagle3"
+    d2t: Tensor
+    t2d: Tensor
+    feature_scale: Tensor
+
+    def __init__(self, config: Eagle3Config, shape: TargetShape) -> None:
+        """Raises ValueError for a draft vocabulary larger than the target's."""
+        super().__init__()
+        if config.vocab_size > shape.vocab_size:
+            raise ValueError(f"draft.vocab_size {config.vocab_size:,} is larger than the target's vocabulary of {shape.vocab_size:,}")
+        self.config, self.shape = config, shape
+        self.layers = self.needs(config, shape).layers
+        hidden, eps = shape.hidden_size, shape.norm_eps
+        self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.self_attn = Projections(2 * hidden, hidden, shape.heads, shape.kv_heads, shape.head_dim)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(hidden, config.intermediate_size or shape.intermediate_size)
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+        self.register_buffer("d2t", torch.zeros(config.vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(shape.vocab_size) < config.vocab_size)
+        self.register_buffer("feature_scale", torch.ones(len(self.layers)))
+
+    @staticmethod
+    def needs(config: Eagle3Config, shape: TargetShape) -> FeatureSpec:
+        n = shape.layers
+        layers = config.layers or tuple(sorted({1, n // 2 - 1, n - 4}))
+        if layers[-1] >= n or layers[0] < 0 or list(layers) != sorted(set(layers)):
+            raise ValueError(f"draft.layers {list(layers)}: expected ascending, different ids from 0 to {n - 1} (the target has {n} blocks)")
+        return FeatureSpec(layers)
+
+    @torch.no_grad()
+    def initialise(self, target: Target, counts_V: Int[Tensor, " V"], batch: FeatureBatch) -> Mapping[str, object]:
+        """Choose the draft vocabulary, start head and final norm from the target's rows, and set one constant per captured layer.
+
+        The constant divides a layer's features so that their root mean square is near 1 (attention sinks at position 0 left out). It is a
+        power of two: folding it into `fc` at export changes no bit.
+        """
+        chosen = torch.sort(counts_V, descending=True, stable=True).indices[: self.config.vocab_size].sort().values
+        self.d2t.copy_(chosen - torch.arange(len(chosen)))
+        self.t2d.zero_()[chosen] = True
+        rows = target.rows(None, torch.float32)[chosen]
+        self.lm_head.weight.copy_(rows)
+        self.norm.weight.copy_(target.norm_H.float())
+        layers_NLH = batch.hidden_NF[batch.position_N > 0].float().unflatten(-1, (len(self.layers), -1))
+        rms_L = layers_NLH.square().mean((0, 2)).sqrt()
+        self.feature_scale.copy_(torch.exp2(rms_L.log2().round()))
+        covered = float(counts_V[chosen].sum() / counts_V.sum().clamp(min=1))
+        return {"draft vocabulary": f"{len(chosen):,} ids cover {covered:.2%} of the answer tokens", "feature RMS": [round(x, 2) for x in rms_L.tolist()]}
+
+    # ---- training ----
+
+    def forward(self, batch: FeatureBatch, target: Target, progress: Progress) -> StepOutput:
+        steps = self.config.steps[-1][1] if progress.exact else at(self.config.steps, progress.fraction)
+        chains = self._chains(batch, progress)
+        if not len(chains.anchor_C):
+            nothing = Ratio(0.0 * self.fc.weight.sum(), torch.zeros(()))
+            return StepOutput(nothing, {})
+        states_MH, chain_M, step_M = self._unroll(batch, target, chains, steps)
+        return self._judge(batch, target, chains, states_MH, chain_M, step_M, steps, walk=progress.exact)
+
+    def _chains(self, batch: FeatureBatch, progress: Progress) -> _Chains:
+        """Chains with at least one supervised prediction, or a draw of them."""
+        run_N = _run_lengths(batch.loss_mask_N, batch.document_N)
+        given_N = torch.cat((run_N[1:] * (batch.document_N[1:] == batch.document_N[:-1]), run_N.new_zeros(1)))
+        anchor_C = (given_N >= 2).nonzero()[:, 0]
+        weight_C = torch.ones(len(anchor_C), device=anchor_C.device)
+        if self.config.chains is not None and not progress.exact and len(anchor_C):
+            count = at(self.config.chains, progress.fraction)
+            anchor_C, weight_C = _draw_per_document(anchor_C, batch.document_N[anchor_C], count, progress.seed)
+        return _Chains(anchor_C, given_N[anchor_C] - 1, weight_C)
+
+    def _unroll(self, batch: FeatureBatch, target: Target, chains: _Chains, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Recurrent states of every alive (chain, step), with their chain and step numbers."""
+        following_N = batch.input_ids_N.roll(-1)
+        fused_NH = self.fuse(batch.hidden_NF)
+        mixed_NI = self._mix(target.embed(following_N), fused_NH)
+        grid = Grid.of(batch.lengths, batch.input_ids_N.device)
+        key_GTkd = self.rope(self.self_attn.key(mixed_NI), batch.position_N)[grid.token_GT]
+        value_GTkd = self.self_attn.value(mixed_NI)[grid.token_GT]
+        state_CH, mixed_CI = fused_NH[chains.anchor_C], mixed_NI[chains.anchor_C]
+        own_key_CSkd, own_value_CSkd = (x.new_zeros(len(state_CH), 0, *x.shape[2:]) for x in (key_GTkd, value_GTkd))
+        number_C = torch.arange(len(state_CH), device=state_CH.device)
+        states, numbers = [], []
+        for k in range(steps):
+            if k:
+                keep = (chains.alive_C > k).nonzero()[:, 0]
+                if not len(keep):
+                    break
+                chains, state_CH, number_C = chains.keep(keep), state_CH[keep], number_C[keep]
+                mixed_CI = self._mix(target.embed(batch.input_ids_N[chains.anchor_C + 1 + k]), state_CH)
+                key = self.rope(self.self_attn.key(mixed_CI), batch.position_N[chains.anchor_C] + k)
+                own_key_CSkd = torch.cat((own_key_CSkd[keep], key[:, None]), dim=1)
+                own_value_CSkd = torch.cat((own_value_CSkd[keep], self.self_attn.value(mixed_CI)[:, None]), dim=1)
+            place_C = batch.position_N[chains.anchor_C]
+            query_Chd = self.rope(self.self_attn.query(mixed_CI), place_C + k)
+            seen_Chd = chain_attention(
+                query_Chd, key_GTkd, value_GTkd, own_key_CSkd, own_value_CSkd, batch.document_N[chains.anchor_C], place_C
+            )
+            state_CH = self._finish(state_CH, seen_Chd)
+            states.append(state_CH)
+            numbers.append(number_C)
+        step_M = torch.cat([torch.full_like(n, k) for k, n in enumerate(numbers)])
+        return torch.cat(states), torch.cat(numbers), step_M
+
+    def _judge(
+        self, batch: FeatureBatch, target: Target, chains: _Chains, states_MH: Tensor, chain_M: Tensor, step_M: Tensor, steps: int, walk: bool
+    ) -> StepOutput:
+        """Loss and acceptance of all predictions. Where the target's choice lies outside the draft vocabulary there is no
+        loss, and serving would reject: it counts as not accepted."""
+        ids_D = self._target_ids()
+        teacher_M = chains.anchor_C[chain_M] + 1 + step_M
+        label_M = batch.argmax_N[teacher_M]
+        known = self.t2d[label_M].nonzero()[:, 0]
+        weight_M = chains.weight_C[chain_M] * self.config.step_weight**step_M
+        dtype = states_MH.dtype
+        judged = linear_kl(
+            self.norm(states_MH[known]),
+            self.lm_head.weight,
+            lambda rows: target.logits(batch.last_NH[rows].to(dtype), ids_D),
+            teacher_M[known],
+            weight_M[known],
+        )
+        right_CK = torch.zeros(len(chains.anchor_C), steps, dtype=torch.bool, device=label_M.device)
+        right_CK[chain_M[known], step_M[known]] = ids_D[judged.argmax_M] == label_M[known]
+        accepted_CK = right_CK.cumprod(dim=1)
+        count_C = chains.weight_C
+        if walk:
+            count_C = count_C * _visited(chains.anchor_C, accepted_CK.sum(1))
+        alive_CK = chains.alive_C[:, None] > torch.arange(steps, device=label_M.device)
+        weight_CK = chains.weight_C[:, None] * alive_CK
+        accepted = (accepted_CK * count_C[:, None]).sum(0)
+        metrics = {
+            "acceptance_length": Ratio(count_C.sum() + accepted.sum(), count_C.sum()),
+            "position_rates": Ratio(accepted, count_C.sum().expand(steps)),
+            "step_accuracy": Ratio((right_CK * weight_CK).sum(0), weight_CK.sum(0)),
+            "overlap": Ratio((judged.overlap_M * weight_M[known]).sum(), weight_M.sum()),
+        }
+        return StepOutput(Ratio(judged.loss, weight_M[known].sum()), {name: ratio.detach() for name, ratio in metrics.items()})
+
+    # ---- the block ----
+
+    def fuse(self, hidden: Float[Tensor, "*n F"]) -> Float[Tensor, "*n H"]:
+        """Captured features to the first recurrent state."""
+        scale_F = self.feature_scale.repeat_interleave(self.shape.hidden_size).to(hidden.dtype)
+        return self.fc((hidden / scale_F).to(self.fc.weight.dtype))
+
+    def _mix(self, embedded: Tensor, state: Tensor) -> Tensor:
+        return torch.cat((self.input_layernorm(embedded.to(state.dtype)), self.hidden_norm(state)), dim=-1)
+
+    def _finish(self, state: Tensor, seen: Tensor) -> Tensor:
+        state = state + self.self_attn.output(seen)
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+    def _target_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary; one tensor object, so that the target keeps its selected rows."""
+        if self._ids is None or self._ids[0] != self.d2t._version or self._ids[1].device != self.d2t.device:
+            self._ids = (self.d2t._version, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device))
+        return self._ids[1]
+
+    _ids: tuple[int, Tensor] | None = None
+
+    # ---- drafting ----
+
+    def start(self, rows: int) -> KeyValues:
+        shape = (rows, 0, self.shape.kv_heads, self.shape.head_dim)
+        weight = self.fc.weight
+        return KeyValues(weight.new_empty(shape), weight.new_empty(shape), torch.empty(rows, 0, dtype=torch.bool, device=weight.device))
+
+    @torch.inference_mode()
+    def propose(self, context: Context, state: KeyValues, target: Target, width: int, sampling: Sampling) -> Proposal:
+        rows = torch.arange(len(context.next_BR), device=context.next_BR.device)
+        place_BR = torch.arange(context.valid_BR.shape[1], device=rows.device) * context.valid_BR
+        last_B = place_BR.max(1).values
+        fused_BRH = self.fuse(context.hidden_BRF)
+        mixed_BRI = self._mix(target.embed(context.next_BR), fused_BRH)
+        state.append(self.rope(self.self_attn.key(mixed_BRI), context.position_BR), self.self_attn.value(mixed_BRI), context.valid_BR)
+        kept = len(state)
+        state_B1H, mixed_B1I = fused_BRH[rows, last_B][:, None], mixed_BRI[rows, last_B][:, None]
+        position_B1 = context.position_BR[rows, last_B][:, None]
+        tokens, probs = [], []
+        for k in range(width):
+            if k:
+                mixed_B1I = self._mix(target.embed(tokens[-1]), state_B1H)
+                key = self.rope(self.self_attn.key(mixed_B1I), position_B1 + k)
+                state.append(key, self.self_attn.value(mixed_B1I), torch.ones_like(position_B1, dtype=torch.bool))
+            query_B1hd = self.rope(self.self_attn.query(mixed_B1I), position_B1 + k)
+            seen_B1hd = attend(query_B1hd, state.key_BTkd, state.value_BTkd, state.valid_BT[:, None])
+            state_B1H = self._finish(state_B1H, seen_B1hd)
+            token_B1, probs_B1D = draw(self.lm_head(self.norm(state_B1H)), sampling)
+            tokens.append(self._target_ids()[token_B1])
+            if probs_B1D is not None:
+                probs.append(probs_B1D.new_zeros(len(rows), 1, self.shape.vocab_size).index_copy_(2, self._target_ids(), probs_B1D))
+        state.crop(kept)
+        state.trim()
+        return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if probs else None)
+
+    # ---- shipping ----
+
+    def layout(self) -> Layout:
+        """EAGLE-3 as SGLang and vLLM read it: `midlayer.` names, and layer ids in both conventions (nested: outputs; top level: inputs)."""
+        shape = self.shape
+        block = ("self_attn.", "mlp.", "input_layernorm.", "hidden_norm.", "post_attention_layernorm.")
+        names = {k: f"midlayer.{k}" if k.startswith(block) else k for k in self.state_dict() if k != "feature_scale"}
+        rope = dict(shape.rope)
+        scaling = None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        config = {
+            "architectures": [self.architecture], "model_type": "llama", "hidden_size": shape.hidden_size,
+            "target_hidden_size": shape.hidden_size, "intermediate_size": self.mlp.gate_proj.out_features, "num_hidden_layers": 1,
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
+            "rms_norm_eps": shape.norm_eps, "max_position_embeddings": shape.max_positions, "rope_theta": rope.get("rope_theta", 10000.0),
+            "rope_scaling": scaling, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+            "vocab_size": shape.vocab_size, "draft_vocab_size": self.config.vocab_size, "num_aux_hidden_states": len(self.layers),
+            "norm_before_residual": False, "bos_token_id": shape.bos_token_id, "eos_token_id": shape.eos_token_id,
+            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in self.layers],
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self.layers)},
+        }  # fmt: skip
+        return Layout(names, config)
+
+    @classmethod
+    def from_engine(cls, config: Mapping[str, Any]) -> Eagle3:
+        try:
+            shape = TargetShape(
+                hidden_size=config["hidden_size"], vocab_size=config["vocab_size"], layers=max(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) + 1,
+                heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
+                intermediate_size=config["intermediate_size"], norm_eps=config["rms_norm_eps"], max_positions=config["max_position_embeddings"],
+                rope=config["rope_parameters"], bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"],
+            )  # fmt: skip
+            ids, size = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], config["draft_vocab_size"]
+        except KeyError as error:
+            raise ValueError(f"config.json of an EAGLE-3 draft lacks {error}") from error
+        return cls(Eagle3Config(layers=tuple(ids), vocab_size=size), shape)
+
+    def plain_state(self) -> dict[str, Tensor]:
+        state = {k: v for k, v in self.state_dict().items() if k != "feature_scale"}
+        state["fc.weight"] = state["fc.weight"] / self.feature_scale.repeat_interleave(self.shape.hidden_size)
+        return state
+
+    def load_plain_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self.load_state_dict(dict(tensors) | {"feature_scale": torch.ones_like(self.feature_scale)})
+
+
+def _run_lengths(mask_N: Bool[Tensor, " N"], document_N: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """How many tokens from here on, within the document, the assistant wrote without a break."""
+    n = len(mask_N)
+    index_N = torch.arange(n, device=mask_N.device)
+    ends_N = torch.ones(n, dtype=torch.bool, device=mask_N.device)
+    ends_N[:-1] = document_N[1:] != document_N[:-1]
+    stop_N = torch.where(~mask_N, index_N, torch.where(ends_N, index_N + 1, n + 1))
+    stop_N = stop_N.flip(0).cummin(0).values.flip(0)
+    return (stop_N - index_N).clamp(min=0) * mask_N
+
+
+def _draw_per_document(anchor_C: Tensor, document_C: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """At most `count` anchors of each document, all equally likely, with weight (there are / drawn)."""
+    generator = torch.Generator().manual_seed(seed)
+    key_C = torch.rand(len(anchor_C), generator=generator, dtype=torch.float64).to(anchor_C.device)
+    order = torch.argsort(document_C + key_C)
+    total_G = torch.bincount(document_C)
+    rank_C = torch.arange(len(anchor_C), device=anchor_C.device) - (total_G.cumsum(0) - total_G)[document_C]
+    chosen = order[rank_C < count].sort().values
+    weight_G = total_G / total_G.clamp(max=count)
+    return anchor_C[chosen], weight_G[document_C[chosen]].float()
+
+
+def _visited(anchor_C: Tensor, accepted_C: Tensor) -> Tensor:
+    """Which chains decoding would start: after a step it goes on behind the accepted tokens and the bonus token."""
+    visited, free = torch.zeros(len(anchor_C)), -1
+    for i, (anchor, accepted) in enumerate(zip(_integers(anchor_C), _integers(accepted_C), strict=True)):
+        if anchor >= free:
+            visited[i] = 1
+            free = anchor + accepted + 1
+    return visited.to(anchor_C.device)
+
+
+def _integers(values: Tensor) -> Sequence[int]:
+    return values.tolist()

@@ -1,0 +1,227 @@
+"""The stages of a run, glued: each takes a recipe and leaves files in the run's folder that the next one picks up.
+
+    capture -> features/     train -> checkpoints/, metrics.jsonl, timing.jsonl     eval -> report.json     export -> export/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.core import config as configs
+from draftsmith.core.disk import write_text
+from draftsmith.core.env import best_device, dtype_of
+from draftsmith.core.log import progress, say
+from draftsmith.core.types import FeatureSpec, Sample
+from draftsmith.data import bundled, conversations, samples, vocab
+from draftsmith.data.conversations import Conversation
+from draftsmith.data.template import ChatTemplate
+from draftsmith.drafts import DRAFTS
+from draftsmith.drafts.base import Draft
+from draftsmith.eval.decode import Decoder
+from draftsmith.eval.report import Prompt, evaluate, show, spread
+from draftsmith.export.write import export
+from draftsmith.features import files
+from draftsmith.features.live import LiveSource
+from draftsmith.features.source import Source
+from draftsmith.recipe import Recipe
+from draftsmith.target import smollm2
+from draftsmith.target.capture import Capture
+from draftsmith.target.model import TargetModel
+from draftsmith.target.weights import Target
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import Trainer
+
+
+def target_directory(name: str) -> str:
+    """`smollm2` is the converted target of the quickstart; anything else is a directory."""
+    return str(smollm2.directory()) if name == "smollm2" else name
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe with what its stages share, made when first needed."""
+
+    recipe: Recipe
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of the run lies."""
+        return Path(self.recipe.run)
+
+    @cached_property
+    def where(self) -> str:
+        """Directory of the target."""
+        return target_directory(self.recipe.target)
+
+    @cached_property
+    def target(self) -> Target:
+        """Embedding, norm and head, in the dtype that training computes in."""
+        return Target.load(self.where, self.device, dtype_of(self.recipe.train.dtype, self.device))
+
+    @cached_property
+    def device(self) -> str:
+        """Where training runs."""
+        return best_device()
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The target's tokenizer."""
+        return ChatTemplate.load(self.where)
+
+    @cached_property
+    def spec(self) -> FeatureSpec:
+        """What the draft needs captured."""
+        kind = DRAFTS[self.recipe.draft.kind]
+        return replace(kind.needs(self.recipe.draft, self.target.shape), dtype=self.recipe.features.dtype)
+
+    def conversations(self, split: str) -> list[Conversation]:
+        """Training (`train`) or held-out (`held-out`) conversations."""
+        data = self.recipe.data
+        where = data.train if split == "train" else data.held_out
+        found = bundled.conversations(split) if where == "bundled" else conversations.read(where)
+        return spread(found, data.limit) if split == "train" else found
+
+    def samples(self, split: str) -> list[Sample]:
+        """Rendered and masked, with the counts printed."""
+        prepared = samples.prepare(self.conversations(split), self.template, self.recipe.data.max_length)
+        say(f"{split}: {prepared.describe()}")
+        return prepared.samples
+
+    def new_draft(self) -> Draft:
+        """With seeded weights, before `initialise`."""
+        torch.manual_seed(self.recipe.train.seed)
+        return DRAFTS[self.recipe.draft.kind](self.recipe.draft, self.target.shape).to(self.device)  # type: ignore[call-arg]
+
+    def capture(self) -> Capture:
+        """The target, running. Checks the logit rule on a few tokens first."""
+        features = self.recipe.features
+        dtype = dtype_of(features.compute, self.device)
+        return Capture(TargetModel.load(self.where, dtype, self.device), Target.load(self.where, self.device, dtype), self.spec)
+
+    def feature_folder(self, split: str) -> Path:
+        """Folder of one split's feature files."""
+        return Path(self.recipe.features.path or self.folder / "features") / split
+
+    def identity(self, found: Sequence[Sample]) -> files.Identity:
+        """What its feature files must be of."""
+        template = hashlib.sha256(str(self.template.tokenizer.chat_template).encode()).hexdigest()[:16]
+        compute = str(dtype_of(self.recipe.features.compute, self.device)).removeprefix("torch.")
+        return files.Identity.of(self.target.fingerprint, self.spec, compute, template, found)
+
+    def save_recipe(self) -> None:
+        """`run.yaml`: the resolved recipe."""
+        text = "# The resolved recipe of this run: `draftsmith train run.yaml` continues or repeats it.\n" + configs.dump(self.recipe)
+        write_text(self.folder / "run.yaml", text)
+
+    def best_draft(self) -> tuple[Draft, int]:
+        """The best checkpoint's draft and step."""
+        draft = self.new_draft()
+        step = checkpoint.best_step(self.folder)
+        checkpoint.load_draft(self.folder, step, draft)
+        return draft.eval(), step
+
+
+def capture(run: Run) -> None:
+    """Features of both splits to disk, continuing where a stopped call ended."""
+    run.save_recipe()
+    splits = {split: run.samples(split) for split in ("train", "held-out")}
+    spec, shape = run.spec, run.target.shape
+    tokens = sum(len(s) for found in splits.values() for s in found)
+    needed = files.bytes_needed(spec, shape.hidden_size, tokens)
+    say(f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: {needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB")
+    files.require_space(run.feature_folder("train"), needed)
+    maker = run.capture()
+    maker.check(splits["train"][0])
+    with progress("capture", tokens, "tokens") as advance:
+        for split, found in splits.items():
+            files.write(run.feature_folder(split), run.identity(found), found, maker, advance)
+
+
+def source(run: Run, split: str, maker: Capture | None) -> Source:
+    """Features of a split: from files, or live through `maker`."""
+    found = run.samples(split)
+    if maker is None:
+        return files.FileSource(run.feature_folder(split), run.identity(found))
+    return LiveSource(maker, found)
+
+
+def train(run: Run) -> checkpoint.TrainState:
+    """Train the draft, or continue its training."""
+    run.save_recipe()
+    recipe = run.recipe
+    maker = None
+    if recipe.features.kind == "live":
+        maker = run.capture()
+        maker.check(run.samples("train")[0])
+    learning, held_out = source(run, "train", maker), source(run, "held-out", maker)
+    draft = run.new_draft()
+    if not checkpoint.steps(run.folder):
+        counts = vocab.count((learning.sample(i) for i in range(len(learning))), run.target.shape.vocab_size)
+        first = learning.batch(learning.epoch(recipe.train.batch_tokens, recipe.train.seed, 0)[0])
+        for name, value in draft.initialise(run.target, counts, first).items():
+            say(f"{name}: {value}")
+    parameters = sum(p.numel() for p in draft.parameters())
+    say(f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {dtype_of(recipe.train.dtype, run.device)}")
+    state = Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, facts(run)).fit()
+    return state
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What a checkpoint is of; resuming under others is refused."""
+    keep = ("steps", "batch_tokens", "accumulate", "optimizer", "seed")
+    training = {f"train.{k}": v for k, v in run.recipe.train.model_dump(mode="json").items() if k in keep}
+    return {"target": run.target.fingerprint, "draft": run.recipe.draft.model_dump(mode="json"), **training}
+
+
+def evaluation_prompts(run: Run) -> list[Prompt]:
+    """Held-out conversations up to their last answer."""
+    found: list[Prompt] = []
+    for c in spread(run.conversations("held-out"), run.recipe.eval.prompts):
+        ends = [i for i, m in enumerate(c.messages) if m.role == "assistant"]
+        before = c.messages[: ends[-1]] if ends else c.messages
+        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, prompt=True))))
+    return found
+
+
+def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
+    """Plain, and speculative with this draft."""
+    settings = run.recipe.eval
+    dtype = dtype_of(settings.dtype, run.device)
+    model, target = TargetModel.load(run.where, dtype, run.device), Target.load(run.where, run.device, dtype)
+    plain = Decoder(model, target, run.template.end_ids)
+    return plain, Decoder(model, target, run.template.end_ids, draft.to(dtype), settings.width)
+
+
+def evaluate_run(run: Run) -> dict[str, Any]:
+    """Decode held-out prompts with the best checkpoint; leaves report.json."""
+    draft, step = run.best_draft()
+    state, _ = checkpoint.read_state(run.folder, checkpoint.steps(run.folder)[-1])
+    report = evaluate(*decoders(run, draft), evaluation_prompts(run), run.recipe.eval)
+    report |= {"step": step, "simulated_acceptance_length": round(state.best_acceptance_length, 4), "target": run.recipe.target, "draft": run.recipe.draft.kind}
+    show(report)
+    write_report(run, report)
+    return report
+
+
+def write_report(run: Run, report: dict[str, Any]) -> None:
+    """report.json, whole."""
+    write_text(run.folder / "report.json", json.dumps(report, indent=1) + "\n")
+
+
+def export_run(run: Run, folder: Path | None = None) -> Path:
+    """Ship the best checkpoint; its proposals are compared on held-out samples before it is put in place."""
+    draft, step = run.best_draft()
+    folder = folder or run.folder / "export"
+    found = run.samples("held-out")
+    maker = run.capture()
+    compared = export(draft, run.target, folder, run.recipe.export, [maker(s) for s in spread(found, 8)], run.recipe.eval.width)
+    say(f"exported step {step:,} to {folder}: read back, {compared} proposals equal the checkpoint's")
+    return folder

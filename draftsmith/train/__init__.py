@@ -1,0 +1,1 @@
+"""Training a draft from a stream of features: loop, optimizer, checkpoints, logs."""

@@ -1,0 +1,55 @@
+"""AdamW with float32 masters, warm-up and decay to zero, and clipping by the global norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from draftsmith.core.config import Config, Fraction
+
+
+class OptimConfig(Config):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
+    warmup: Fraction = 0.03
+    """Share of all steps over which the rate rises from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay of matrices; norms are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Averaging factors of the two moments."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global norm of the gradient."""
+
+
+def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """The optimizer over all trainable parameters."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of step `step` (0-based) of `steps`: linear warm-up, then a cosine to zero."""
+    warm = config.warmup * steps
+    if step < warm:
+        return config.learning_rate * (step + 1) / (warm + 1)
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(steps - warm, 1)))
+
+
+def apply(model: nn.Module, optimizer: torch.optim.AdamW, denominator: float, learning_rate: float, clip: float) -> float:
+    """One update from summed gradients of loss numerators: divide once, clip, step. Returns the gradient's norm before clipping."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._foreach_div_(gradients, max(denominator, 1e-38))
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

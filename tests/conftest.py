@@ -1,0 +1,95 @@
+"""Fixtures: a tiny random target with a real tokenizer and chat template, made once a session, and shape checks on public signatures."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import jaxtyping
+
+# jaxtyping annotations become checks, for the packages whose public functions take tensors.
+jaxtyping.install_import_hook(["draftsmith.nn", "draftsmith.drafts", "draftsmith.eval.verify", "draftsmith.core.types"], "beartype.beartype")
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.data.conversations import Conversation, Message
+from draftsmith.data.template import ChatTemplate
+from draftsmith.target.model import TargetModel
+from draftsmith.target.weights import Target
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens, and the ChatML marks: 259 ids."""
+    vocab = {c: i for i, c in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML)
+
+
+def tiny_config(**changes: object) -> LlamaConfig:
+    """Six blocks of hidden size 32, two key-value heads for four query heads."""
+    sizes = {
+        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": 0.25,
+        "eos_token_id": 2, "bos_token_id": None, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    }  # fmt: skip
+    return LlamaConfig(**(sizes | changes))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny target: random float32 weights, tied embeddings, one file."""
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    torch.manual_seed(7)
+    LlamaForCausalLM(tiny_config()).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target: Path) -> Target:
+    """Its embedding, norm and head."""
+    return Target.load(str(tiny_target))
+
+
+@pytest.fixture(scope="session")
+def target_model(tiny_target: Path) -> TargetModel:
+    """The whole of it, in float32."""
+    return TargetModel.load(str(tiny_target), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def template(tiny_target: Path) -> ChatTemplate:
+    """Its tokenizer and chat template."""
+    return ChatTemplate.load(str(tiny_target))
+
+
+@pytest.fixture(scope="session")
+def talks() -> list[Conversation]:
+    """Twelve short conversations of one or two turns, two kinds."""
+    return [
+        Conversation(
+            f"talk-{i}",
+            "even" if i % 2 == 0 else "odd",
+            (
+                Message("user", f"question {i} " + "x" * i),
+                Message("assistant", f"answer {i * 7} to that"),
+                *((Message("user", "more?"), Message("assistant", f"yes {i}")) if i % 3 == 0 else ()),
+            ),
+        )
+        for i in range(12)
+    ]
