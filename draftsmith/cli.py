@@ -29,6 +29,32 @@ def _run(recipe: Path, overrides: list[str] | None):  # noqa: ANN202
 
 
 @app.command()
+def quickstart(
+    target: Annotated[str, typer.Option(help="smollm2 (a real 135M-parameter chat model), or the directory of any other target.")] = "smollm2",
+    minutes: Annotated[float, typer.Option(min=2, help="Time budget; conversations and steps are fitted to it.")] = 10,
+    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+) -> None:
+    """Everything once: features, training, lossless decoding, export, for a real target. Leaves report.json and export/."""
+    from draftsmith.quickstart import quickstart as start
+
+    start(target, minutes, str(run))
+
+
+@app.command()
+def answers(
+    prompts: Annotated[Path, typer.Argument(help="JSONL file of conversations; their own answers, if any, are replaced.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .jsonl.gz.", show_default=False)],
+    target: Annotated[str, typer.Option(help="smollm2, or a directory.")] = "smollm2",
+    max_new: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 160,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations decoded together.")] = 64,
+) -> None:
+    """Record the target's own greedy answers (float32): what a draft should learn from. Stopped, it continues where it was."""
+    from draftsmith import pipeline
+
+    pipeline.record_answers(prompts, out, target, max_new, batch)
+
+
+@app.command()
 def capture(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Run the target over all conversations and write its features to disk. Stopped, it continues where it was."""
     from draftsmith import pipeline

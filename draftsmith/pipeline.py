@@ -1,6 +1,6 @@
 """The stages of a run, glued: each takes a recipe and leaves files in the run's folder that the next one picks up.
 
-    capture -> features/     train -> checkpoints/, metrics.jsonl, timing.jsonl     eval -> report.json     export -> export/
+capture -> features/     train -> checkpoints/, metrics.jsonl, timing.jsonl     eval -> report.json     export -> export/
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.answers import record
 from draftsmith.core import config as configs
 from draftsmith.core.disk import write_text
 from draftsmith.core.env import best_device, dtype_of
@@ -129,6 +130,19 @@ class Run:
         return draft.eval(), step
 
 
+def plain_decoder(where: str, device: str, dtype: torch.dtype, template: ChatTemplate) -> Decoder:
+    """The target alone."""
+    return Decoder(TargetModel.load(where, dtype, device), Target.load(where, device, dtype), template.end_ids)
+
+
+def record_answers(prompts: Path, out: Path, target: str, max_new: int, batch: int) -> None:
+    """Greedy answers of a target to a file of conversations."""
+    asked, where = conversations.read(prompts), target_directory(target)
+    template = ChatTemplate.load(where)
+    record(asked, plain_decoder(where, best_device(), torch.float32, template), template, out, max_new, batch)
+    say(f"{len(asked):,} conversations with answers in {out}")
+
+
 def capture(run: Run) -> None:
     """Features of both splits to disk, continuing where a stopped call ended."""
     run.save_recipe()
@@ -136,7 +150,9 @@ def capture(run: Run) -> None:
     spec, shape = run.spec, run.target.shape
     tokens = sum(len(s) for found in splits.values() for s in found)
     needed = files.bytes_needed(spec, shape.hidden_size, tokens)
-    say(f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: {needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB")
+    say(
+        f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: {needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB"
+    )
     files.require_space(run.feature_folder("train"), needed)
     maker = run.capture()
     maker.check(splits["train"][0])
@@ -169,7 +185,9 @@ def train(run: Run) -> checkpoint.TrainState:
         for name, value in draft.initialise(run.target, counts, first).items():
             say(f"{name}: {value}")
     parameters = sum(p.numel() for p in draft.parameters())
-    say(f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {dtype_of(recipe.train.dtype, run.device)}")
+    say(
+        f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {dtype_of(recipe.train.dtype, run.device)}"
+    )
     state = Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, facts(run)).fit()
     return state
 
@@ -195,9 +213,8 @@ def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
     """Plain, and speculative with this draft."""
     settings = run.recipe.eval
     dtype = dtype_of(settings.dtype, run.device)
-    model, target = TargetModel.load(run.where, dtype, run.device), Target.load(run.where, run.device, dtype)
-    plain = Decoder(model, target, run.template.end_ids)
-    return plain, Decoder(model, target, run.template.end_ids, draft.to(dtype), settings.width)
+    plain = plain_decoder(run.where, run.device, dtype, run.template)
+    return plain, replace(plain, draft=draft.to(dtype), width=settings.width)
 
 
 def evaluate_run(run: Run) -> dict[str, Any]:

@@ -160,9 +160,7 @@ class Eagle3(Draft):
                 own_value_CSkd = torch.cat((own_value_CSkd[keep], self.self_attn.value(mixed_CI)[:, None]), dim=1)
             place_C = batch.position_N[chains.anchor_C]
             query_Chd = self.rope(self.self_attn.query(mixed_CI), place_C + k)
-            seen_Chd = chain_attention(
-                query_Chd, key_GTkd, value_GTkd, own_key_CSkd, own_value_CSkd, batch.document_N[chains.anchor_C], place_C
-            )
+            seen_Chd = chain_attention(query_Chd, key_GTkd, value_GTkd, own_key_CSkd, own_value_CSkd, batch.document_N[chains.anchor_C], place_C)
             state_CH = self._finish(state_CH, seen_Chd)
             states.append(state_CH)
             numbers.append(number_C)

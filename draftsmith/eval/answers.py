@@ -46,5 +46,3 @@ def _insert(conversation: Conversation, message: Message) -> Conversation:
     assert before is not None
     after = conversation.messages[len(before) :]
     return Conversation(conversation.id, conversation.kind, (*before, message, *after))
-
-

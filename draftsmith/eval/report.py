@@ -93,9 +93,7 @@ def best_width(acceptance: Acceptance, costs: dict[str, list[float]]) -> tuple[i
     """The width with the highest predicted speedup, and the prediction for each width from 1 on."""
     rates = acceptance.position_rates
     plain = costs["verify"][0]
-    predicted = [
-        round((1 + sum(rates[:w])) * plain / (costs["verify"][w] + costs["draft"][w - 1]), 3) for w in range(1, acceptance.width + 1)
-    ]
+    predicted = [round((1 + sum(rates[:w])) * plain / (costs["verify"][w] + costs["draft"][w - 1]), 3) for w in range(1, acceptance.width + 1)]
     return 1 + max(range(len(predicted)), key=predicted.__getitem__), predicted
 
 

@@ -50,9 +50,7 @@ class Identity:
         return Identity(target, spec.layers, spec.dtype, compute, template, digest.hexdigest()[:16])
 
 
-def write(
-    folder: Path, identity: Identity, samples: Sequence[Sample], capture: Callable[[Sample], Features], done: Callable[[int], None]
-) -> None:
+def write(folder: Path, identity: Identity, samples: Sequence[Sample], capture: Callable[[Sample], Features], done: Callable[[int], None]) -> None:
     """Capture all samples into shards; continues after the last whole shard of an earlier, stopped call.
 
     `done` is told the tokens of every finished sample. Raises DiskError when the disk is full, and ValueError when the folder

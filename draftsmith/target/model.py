@@ -77,9 +77,7 @@ class TargetModel:
     ) -> States:
         """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q."""
         with self._tapped(layers) as taps:
-            output = self.body(
-                input_ids=ids_BQ, position_ids=position_BQ, attention_mask=mask_B1QT, cache=cache, use_cache=cache is not None
-            )
+            output = self.body(input_ids=ids_BQ, position_ids=position_BQ, attention_mask=mask_B1QT, cache=cache, use_cache=cache is not None)
         return States(output.last_hidden_state, torch.cat(taps, dim=-1) if taps else None)
 
 

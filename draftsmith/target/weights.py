@@ -64,8 +64,7 @@ class Target:
         shape = _shape(config)
         if embedding_VH.shape[1] != shape.hidden_size or head_VH.shape[1] != shape.hidden_size:
             raise ValueError(
-                f"{where}: embedding {tuple(embedding_VH.shape)} and head {tuple(head_VH.shape)} do not fit hidden_size {shape.hidden_size} "
-                "of config.json"
+                f"{where}: embedding {tuple(embedding_VH.shape)} and head {tuple(head_VH.shape)} do not fit hidden_size {shape.hidden_size} of config.json"
             )
         parts = [embedding_VH.to(device, dtype), head_VH.to(device, dtype), _read(files, norm).to(device, dtype)]
         if head is None:

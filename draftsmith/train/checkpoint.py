@@ -1,8 +1,8 @@
 """Checkpoints: a folder each, whole or absent; the last few and the best are kept.
 
-    checkpoints/step-000200/draft.safetensors   float32 weights and the constants that go with them
-    checkpoints/step-000200/optimizer.pt        moments
-    checkpoints/step-000200/state.json          step, micro-batches consumed, best so far, and what the weights are of
+checkpoints/step-000200/draft.safetensors   float32 weights and the constants that go with them
+checkpoints/step-000200/optimizer.pt        moments
+checkpoints/step-000200/state.json          step, micro-batches consumed, best so far, and what the weights are of
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def save_checkpoint(
-    run: Path, draft: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, facts: Mapping[str, Any], keep: int
-) -> None:
+def save_checkpoint(run: Path, draft: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, facts: Mapping[str, Any], keep: int) -> None:
     """Write aside, rename, then drop what is neither among the last `keep` nor the best. Raises DiskError on a full disk."""
     with new_folder(folder(run, state.step)) as aside:
         write_bytes(aside / "draft.safetensors", save({k: v.contiguous() for k, v in draft.state_dict().items()}))

@@ -139,7 +139,9 @@ class Trainer:
         length = metrics.get("acceptance_length") or 0.0
         if length > state.best_acceptance_length:
             state.best_step, state.best_acceptance_length = state.step, length
-        say(f"step {state.step:,}: simulated acceptance length on held-out features {length:.3f} (best {state.best_acceptance_length:.3f} at step {state.best_step:,})")
+        say(
+            f"step {state.step:,}: simulated acceptance length on held-out features {length:.3f} (best {state.best_acceptance_length:.3f} at step {state.best_step:,})"
+        )
 
     def _resume(self) -> checkpoint.TrainState:
         found = checkpoint.steps(self.run)
