@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recip
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that replace the recipe's: key.sub=value …", show_default=False)]
 
 
-def _run(recipe: Path, overrides: list[str] | None):  # noqa: ANN202
+def _run(recipe: Path, overrides: list[str] | None) -> Any:
     from draftsmith.pipeline import Run
     from draftsmith.recipe import Recipe
 
@@ -106,6 +106,6 @@ def main() -> None:
         errors.print("stopped; whatever was finished is kept, and the same command continues", markup=False)
         sys.exit(130)
     except (ValueError, OSError) as error:
-        errors.print(f"[bold red]error:[/] ", end="")
+        errors.print("[bold red]error:[/] ", end="")
         errors.print(str(error), markup=False)
         sys.exit(2)

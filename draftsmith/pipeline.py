@@ -151,7 +151,8 @@ def capture(run: Run) -> None:
     tokens = sum(len(s) for found in splits.values() for s in found)
     needed = files.bytes_needed(spec, shape.hidden_size, tokens)
     say(
-        f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: {needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB"
+        f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: "
+        f"{needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB"
     )
     files.require_space(run.feature_folder("train"), needed)
     maker = run.capture()
@@ -185,11 +186,9 @@ def train(run: Run) -> checkpoint.TrainState:
         for name, value in draft.initialise(run.target, counts, first).items():
             say(f"{name}: {value}")
     parameters = sum(p.numel() for p in draft.parameters())
-    say(
-        f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {dtype_of(recipe.train.dtype, run.device)}"
-    )
-    state = Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, facts(run)).fit()
-    return state
+    compute = dtype_of(recipe.train.dtype, run.device)
+    say(f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {compute}")
+    return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, facts(run)).fit()
 
 
 def facts(run: Run) -> dict[str, Any]:

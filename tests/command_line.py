@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
@@ -25,20 +25,22 @@ _SERVER.set_forkserver_preload(["draftsmith.cli", "draftsmith.pipeline", "transf
 
 DRAFT = {"vocab_size": 48, "steps": [[0, 1], [0.4, 2], [0.7, 3]], "chains": [[0, 6], [0.5, 3]], "intermediate_size": 24}
 TRAIN = {
-    "steps": 24, "batch_tokens": 150, "accumulate": 2, "dtype": "float32", "seed": 3,
+    "steps": 24, "batch_tokens": 150, "accumulate": 2, "optimizer": {"learning_rate": 0.01}, "dtype": "float32", "seed": 3,
     "log_every": 1, "evaluate_every": 8, "checkpoint_every": 3, "keep": 2,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a process: a signal to itself before its n-th change of a file below `where` (whose path holds `name`), a largest file size
-    (the disk is full, or with `fatal` the process dies while writing), and smaller feature shards."""
+    """What happens to a process: a signal to itself before the n-th change of a file below `where` (only at paths that hold `name`, only at this audit
+    `event`), and before the next `times - 1`; a largest file size (the disk is full, or with `fatal` the process dies while writing); smaller feature shards."""
 
     signal: int | None = None
     operation: int = 1
+    times: int = 1
     where: str = "/"
     name: str = ""
+    event: str = ""
     file_limit: int | None = None
     fatal: bool = False
     shard_tokens: int | None = None
@@ -57,14 +59,14 @@ class Fault:
             sys.addaudithook(self._strike())
 
     def _strike(self):  # noqa: ANN202
-        left = self.operation
+        left, number = self.operation, int(self.signal or 0)
 
         def hook(event: str, arguments: tuple) -> None:
             nonlocal left
-            if _changes(event, arguments) and self._meant(arguments[0]):
+            if _changes(event, arguments) and self.event in ("", event) and self._meant(arguments[0]):
                 left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), self.signal)
+                if -self.times < left <= 0:
+                    os.kill(os.getpid(), number)
 
         return hook
 
@@ -112,7 +114,8 @@ def command(arguments: Sequence[object], output: Path, fault: Fault | None = Non
 
 def execute(arguments: Sequence[object], fault: Fault | None = None) -> tuple[int, str]:
     """The same in a fresh interpreter."""
-    code = f"import command_line as c; c.{fault or Fault()!r}.plant(); from draftsmith.cli import main; main()"
+    values = {k: int(v) if isinstance(v, signal.Signals) else v for k, v in asdict(fault or Fault()).items()}
+    code = f"from command_line import Fault; Fault(**{values!r}).plant(); from draftsmith.cli import main; main()"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False

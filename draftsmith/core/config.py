@@ -94,10 +94,8 @@ def _explain(
 ) -> str:
     path = _visible(data, problem["loc"])
     dotted = ".".join(str(part) for part in path) or "(top level)"
-    if any(path[: len(given)] == given or given[: len(path)] == path for given in overrides):
-        where = "command line"
-    else:
-        where = f"{source}:{_line(root, path)}"
+    overridden = any(path[: len(given)] == given or given[: len(path)] == path for given in overrides)
+    where = "command line" if overridden else f"{source}:{_line(root, path)}"
     if problem["type"] == "extra_forbidden":
         known = sorted(_fields(kind, data, path[:-1]))
         near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)

@@ -29,6 +29,15 @@ def fast_dtype(device: str) -> str:
     return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
 
 
+def prefer_grouped_attention(device: str) -> None:
+    """On a CPU, let transformers attend to grouped keys as they are, under masks too, instead of repeating them for every query head.
+
+    Five times faster there for a verification pass of 25 rows; on CUDA it would leave the fast kernels.
+    """
+    if device == "cpu":
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+
+
 def dtype_of(name: str, device: str = "cpu") -> torch.dtype:
     """A torch dtype by name; `auto` is the fast one of the device. Raises ValueError for other names."""
     name = fast_dtype(device) if name == "auto" else name

@@ -97,8 +97,7 @@ def dumps(conversations: Sequence[Conversation]) -> str:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, str, Any]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.core.config import Config, Positive
+from draftsmith.core.types import Sample
 from draftsmith.data.conversations import Conversation, Counts, Message
 from draftsmith.data.template import ChatTemplate, TemplateError
-from draftsmith.core.types import Sample
 
 
 class DataConfig(Config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -41,18 +42,19 @@ class ChatTemplate:
         """
         rows = [{"role": m.role, "content": m.content} for m in messages]
         try:
-            return list(self.tokenizer.apply_chat_template(rows, add_generation_prompt=prompt, return_dict=True)["input_ids"])
+            rendered: Any = self.tokenizer.apply_chat_template(rows, add_generation_prompt=prompt, return_dict=True)
+            return list(rendered["input_ids"])
         except (jinja2.TemplateError, ValueError) as error:
             raise TemplateError(f"the chat template refuses it: {error}") from error
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an assistant turn: the end-of-sequence token, and the one that the template puts after an answer."""
-        ends = [self.tokenizer.eos_token_id]
+        ends: list[Any] = [self.tokenizer.eos_token_id]
         mark = "\u241f"
         turn = [Message("user", "a"), Message("assistant", mark)]
         rendered = self.ids(turn, prompt=False)

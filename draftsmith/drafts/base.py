@@ -1,7 +1,7 @@
 """What every draft answers: what it needs captured, how it learns, how it proposes, and how it ships.
 
-A new algorithm is one file with one `Draft` and one `Config`, and one line in `DRAFTS`. `Target` is an argument, never a submodule: `state_dict()` holds exactly
-what is trained, and the few constants that go with it.
+A new algorithm is one file with one `Draft` and one `Config`, and one line in `DRAFTS`. `Target` is an argument, never a submodule:
+`state_dict()` holds exactly what is trained, and the few constants that go with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from draftsmith.core.config import Config
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, StepOutput, TargetShape
 from draftsmith.target.weights import Target
 
@@ -37,6 +36,9 @@ class Sampling:
 
     temperature: float = 0.0
     generator: torch.Generator | None = None
+
+
+GREEDY = Sampling()
 
 
 class DraftState(Protocol):
@@ -107,10 +109,3 @@ def draw(logits: Float[Tensor, "*n D"], sampling: Sampling) -> tuple[Int[Tensor,
         return logits.argmax(-1), None
     probs = torch.softmax(logits.float() / sampling.temperature, dim=-1)
     return torch.multinomial(probs.flatten(0, -2), 1, generator=sampling.generator).view(probs.shape[:-1]), probs
-
-
-class BaseDraftConfig(Config):
-    """Settings that every draft has."""
-
-    kind: str
-    """The algorithm; see `draftsmith train --help`."""

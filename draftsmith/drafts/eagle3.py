@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.core.config import Positive, Schedule, at
+from draftsmith.core.config import Config, Positive, Schedule, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
-from draftsmith.drafts.base import BaseDraftConfig, Context, Draft, Layout, Sampling, draw
+from draftsmith.drafts.base import Context, Draft, Layout, Sampling, draw
 from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
 from draftsmith.nn.losses import linear_kl
@@ -27,7 +27,7 @@ from draftsmith.nn.rope import Rope
 from draftsmith.target.weights import Target
 
 
-class Eagle3Config(BaseDraftConfig):
+class Eagle3Config(Config):
     """An EAGLE-3 draft."""
 
     kind: Literal["eagle3"] = "eagle3"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.eval.decode import Decoded
@@ -52,7 +53,7 @@ class Acceptance:
     def conditional_rates(self) -> list[float]:
         """Rate of each position among passes that accepted the one before."""
         reached = [self.steps, *(sum(self.histogram[k:]) for k in range(1, self.width + 1))]
-        return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
+        return [after / before if before else 0.0 for before, after in pairwise(reached)]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from draftsmith.drafts.base import Context, Draft, DraftState, Sampling
+from draftsmith.drafts.base import GREEDY, Context, Draft, DraftState, Sampling
 from draftsmith.eval.verify import verify_greedy, verify_sampled
 from draftsmith.target.model import States, TargetModel
 from draftsmith.target.weights import Target
@@ -48,7 +48,7 @@ class Decoder:
     end_ids: tuple[int, ...]
     draft: Draft | None = None
     width: int = 0
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock | None = None) -> list[Decoded]:

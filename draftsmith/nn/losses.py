@@ -80,7 +80,8 @@ class _LinearKL(torch.autograd.Function):
         return (kl_M * weight_M.to(exact)).sum(), kl_M, argmax_M, overlap_M
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_unused: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
+        grad_loss = grads[0]
         scaled = [None if g is None else g * grad_loss.to(g.dtype) for g in (grad_hidden, grad_head)]
         return scaled[0], scaled[1], None, None, None

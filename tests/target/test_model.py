@@ -1,0 +1,139 @@
+"""The target's states against hooks and loops written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import PLAIN, saved
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from draftsmith.target.model import TargetModel
+
+IDS = torch.tensor([[5, 9, 17, 3, 88, 41, 2, 60], [7, 7, 30, 4, 1, 90, 12, 13]])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TargetModel]:
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def make(name: str) -> TargetModel:
+        if name not in made:
+            made[name] = TargetModel.load(str(saved(PLAIN[name](), root / name)), torch.float32)
+        return made[name]
+
+    return make
+
+
+def hooked(target: TargetModel, ids: Tensor) -> list[Tensor]:
+    """Every block's output, block 0 first, from hooks on transformers' own list of layers."""
+    outputs: list[Tensor] = []
+
+    def keep(_m: nn.Module, _i: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    handles = [layer.register_forward_hook(keep) for layer in target.model.model.layers]
+    with torch.no_grad():
+        target.model(input_ids=ids)
+    for handle in handles:
+        handle.remove()
+    return outputs
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 1, 3), (3,)])
+@pytest.mark.parametrize("family", PLAIN)
+def test_tapped_blocks_are_those_of_hooks_by_hand(model: Callable[[str], TargetModel], family: str, layers: tuple[int, ...]) -> None:
+    target = model(family)
+    by_hand = hooked(target, IDS)
+    hidden = target.run(IDS, layers).hidden_BQF
+    assert hidden is not None
+    assert torch.equal(hidden, torch.cat([by_hand[i] for i in layers], dim=-1))
+    assert all(not torch.equal(by_hand[i], by_hand[i + 1]) for i in range(3))
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_last_is_what_the_head_multiplies(model: Callable[[str], TargetModel], family: str) -> None:
+    target = model(family)
+    seen: list[Tensor] = []
+    handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        target.model(input_ids=IDS)
+    handle.remove()
+    assert torch.equal(target.run(IDS).last_BQH, seen[0])
+
+
+def test_without_layers_nothing_is_tapped_and_no_hook_stays(model: Callable[[str], TargetModel]) -> None:
+    target = model("llama")
+    assert target.run(IDS).hidden_BQF is None
+    before = [len(block._forward_hooks) for block in target.blocks]
+    target.run(IDS, (0, 2))
+    assert [len(block._forward_hooks) for block in target.blocks] == before
+    assert target.run(IDS).hidden_BQF is None
+
+
+@pytest.mark.parametrize(("family", "ids", "layers"), [("mistral", [[5, 10_000]], (0, 2)), ("qwen3", [[5, 9]], (0, 99))])
+def test_hooks_are_removed_when_the_pass_fails(
+    model: Callable[[str], TargetModel], family: str, ids: list[list[int]], layers: tuple[int, ...]
+) -> None:
+    target = model(family)
+    before = [len(block._forward_hooks) for block in target.blocks]
+    with pytest.raises(IndexError):
+        target.run(torch.tensor(ids), layers)
+    assert [len(block._forward_hooks) for block in target.blocks] == before
+
+
+def test_it_is_frozen_and_in_evaluation_mode(model: Callable[[str], TargetModel]) -> None:
+    target = model("llama")
+    assert not target.model.training
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert not target.run(IDS).last_BQH.requires_grad
+
+
+def test_positions_are_the_callers(model: Callable[[str], TargetModel]) -> None:
+    """Rotary attention sees differences alone: shifting every position changes nothing, stretching them does."""
+    target = model("llama")
+    place = torch.arange(IDS.shape[1]).expand(2, -1)
+    plain = target.run(IDS).last_BQH
+    torch.testing.assert_close(target.run(IDS, position_BQ=place).last_BQH, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target.run(IDS, position_BQ=place + 40).last_BQH, plain, rtol=1e-4, atol=1e-4)
+    assert (target.run(IDS, position_BQ=place * 3).last_BQH - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_mask_hides_exactly_what_it_says(model: Callable[[str], TargetModel], family: str) -> None:
+    """A row with hidden padding in the middle equals the row without it."""
+    target = model(family)
+    short = IDS[:1, [0, 1, 2, 6, 7]]
+    hole = IDS[:1]
+    order = torch.arange(8)
+    real = torch.tensor([1, 1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
+    mask = ((order <= order[:, None]) & real)[None, None] | torch.eye(8, dtype=torch.bool)
+    position = torch.tensor([[0, 1, 2, 0, 0, 0, 3, 4]])
+    masked = target.run(hole, (1,), position, mask)
+    alone = target.run(short, (1,))
+    torch.testing.assert_close(masked.last_BQH[:, real], alone.last_BQH, rtol=1e-4, atol=1e-5)
+    assert masked.hidden_BQF is not None
+    assert alone.hidden_BQF is not None
+    torch.testing.assert_close(masked.hidden_BQF[:, real], alone.hidden_BQF, rtol=1e-4, atol=1e-5)
+
+
+def test_the_dtype_is_the_one_asked_for(tiny_target: Path) -> None:
+    target = TargetModel.load(str(tiny_target), torch.bfloat16)
+    assert target.run(IDS).last_BQH.dtype == torch.bfloat16
+
+
+def test_what_is_no_causal_model_is_refused_by_name(tmp_path: Path) -> None:
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match=r"cannot load target .*t5' as a causal language model"):
+        TargetModel.load(str(tmp_path / "t5"), torch.float32)
+
+
+def test_a_model_without_a_list_of_blocks_is_refused(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    del model.model.layers[5]
+    with pytest.raises(ValueError, match="no list of 6 decoder blocks"):
+        TargetModel(model)
