@@ -95,8 +95,10 @@ def export(
 
 def main() -> None:
     """Entry point: mistakes of the user end in one message and exit code 2, a stop by Ctrl-C in 130."""
+    from draftsmith.core.env import keep_freed_memory
     from draftsmith.train.loop import Interrupted
 
+    keep_freed_memory()
     try:
         app(standalone_mode=True)
     except Interrupted as stopped:

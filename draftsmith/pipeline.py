@@ -41,6 +41,10 @@ from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
 
 
+INITIAL_SAMPLES = 200
+"""Samples whose features set what a draft derives from data before its first step."""
+
+
 def target_directory(name: str) -> str:
     """`smollm2` is the converted target of the quickstart; anything else is a directory."""
     return str(smollm2.directory()) if name == "smollm2" else name
@@ -182,8 +186,8 @@ def train(run: Run) -> checkpoint.TrainState:
     draft = run.new_draft()
     if not checkpoint.steps(run.folder):
         counts = vocab.count((learning.sample(i) for i in range(len(learning))), run.target.shape.vocab_size)
-        first = learning.batch(learning.epoch(recipe.train.batch_tokens, recipe.train.seed, 0)[0])
-        for name, value in draft.initialise(run.target, counts, first).items():
+        some = learning.batch(spread(range(len(learning)), INITIAL_SAMPLES))
+        for name, value in draft.initialise(run.target, counts, some.to(run.device)).items():
             say(f"{name}: {value}")
     parameters = sum(p.numel() for p in draft.parameters())
     compute = dtype_of(recipe.train.dtype, run.device)

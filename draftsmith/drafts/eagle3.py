@@ -27,6 +27,10 @@ from draftsmith.nn.rope import Rope
 from draftsmith.target.weights import Target
 
 
+RIDGE = 1e-2
+"""Regularisation of the regression start, relative to the mean square of a feature."""
+
+
 class Eagle3Config(Config):
     """An EAGLE-3 draft."""
 
@@ -42,6 +46,9 @@ class Eagle3Config(Config):
     """Chains per document drawn at random each step; all when absent. Losses keep their meaning: the draw is unbiased."""
     step_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Step k counts step_weight ** k in the loss."""
+    start: Literal["regression", "random"] = "regression"
+    """How `fc` starts. regression: as the linear map from a token's features to the target's next final state, solved in closed form on some
+    features, with attention and MLP adding nothing yet: the draft starts as the best linear predictor. random: as any layer."""
     intermediate_size: Positive | None = None
     """Width of the MLP; the target's when absent."""
 
@@ -111,8 +118,22 @@ class Eagle3(Draft):
         layers_NLH = batch.hidden_NF[batch.position_N > 0].float().unflatten(-1, (len(self.layers), -1))
         rms_L = layers_NLH.square().mean((0, 2)).sqrt()
         self.feature_scale.copy_(torch.exp2(rms_L.log2().round()))
+        if self.config.start == "regression":
+            self._regress(target, batch)
         covered = float(counts_V[chosen].sum() / counts_V.sum().clamp(min=1))
         return {"draft vocabulary": f"{len(chosen):,} ids cover {covered:.2%} of the answer tokens", "feature RMS": [round(x, 2) for x in rms_L.tolist()]}
+
+    def _regress(self, target: Target, batch: FeatureBatch) -> None:
+        """Ridge regression of the next token's final state (before the norm's weight) on the features of this one."""
+        here_M = (batch.loss_mask_N[1:] & (batch.document_N[1:] == batch.document_N[:-1])).nonzero()[:, 0]
+        scale_F = self.feature_scale.repeat_interleave(self.shape.hidden_size)
+        x_MF = batch.hidden_NF[here_M].float() / scale_F
+        y_MH = batch.last_NH[here_M + 1].float() / target.norm_H.float()
+        gram_FF = x_MF.T @ x_MF
+        gram_FF.diagonal().add_(RIDGE * gram_FF.diagonal().mean())
+        self.fc.weight.copy_(torch.linalg.solve(gram_FF, x_MF.T @ y_MH).T)
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
 
     # ---- training ----
 
