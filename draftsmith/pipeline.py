@@ -87,16 +87,16 @@ class Run:
         kind = DRAFTS[self.recipe.draft.kind]
         return replace(kind.needs(self.recipe.draft, self.target.shape), dtype=self.recipe.features.dtype)
 
-    def conversations(self, split: str) -> list[Conversation]:
-        """Training (`train`) or held-out (`held-out`) conversations."""
+    def conversations(self, split: str, everything: bool = False) -> list[Conversation]:
+        """Training (`train`) or held-out (`held-out`) conversations; `everything`: whatever data.limit says."""
         data = self.recipe.data
         where = data.train if split == "train" else data.held_out
         found = bundled.conversations(split) if where == "bundled" else conversations.read(where)
-        return spread(found, data.limit) if split == "train" else found
+        return spread(found, None if everything else data.limit) if split == "train" else found
 
-    def samples(self, split: str) -> list[Sample]:
+    def samples(self, split: str, everything: bool = False) -> list[Sample]:
         """Rendered and masked, with the counts printed."""
-        prepared = samples.prepare(self.conversations(split), self.template, self.recipe.data.max_length)
+        prepared = samples.prepare(self.conversations(split, everything), self.template, self.recipe.data.max_length)
         say(f"{split}: {prepared.describe()}")
         return prepared.samples
 
@@ -185,7 +185,7 @@ def train(run: Run) -> checkpoint.TrainState:
     learning, held_out = source(run, "train", maker), source(run, "held-out", maker)
     draft = run.new_draft()
     if not checkpoint.steps(run.folder):
-        counts = vocab.count((learning.sample(i) for i in range(len(learning))), run.target.shape.vocab_size)
+        counts = vocab.count(run.samples("train", everything=True), run.target.shape.vocab_size)
         some = learning.batch(spread(range(len(learning)), INITIAL_SAMPLES))
         for name, value in draft.initialise(run.target, counts, some.to(run.device)).items():
             say(f"{name}: {value}")

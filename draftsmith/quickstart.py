@@ -76,10 +76,12 @@ def _with_data(target: str, run: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured on this machine: captured tokens per second, seconds per training step, and seconds to evaluate one held-out prompt."""
+    """What was measured on this machine: captured tokens per second, seconds per training step, tokens per second of exact evaluation on
+    held-out features, and seconds to judge one held-out prompt by decoding."""
 
     capture_tokens: float
     step: float
+    validated_tokens: float
     prompt: float
 
 
@@ -89,13 +91,15 @@ def fit(speeds: Speeds, budget: float, tokens: int, samples: int, held_out_token
     Evaluation gets what all prompts need, at most `EVALUATE_SHARE`; held-out features come next; the rest is split between capture and training.
     """
     judged = max(1, min(prompts, int(EVALUATE_SHARE * budget / speeds.prompt)))
-    left = budget - judged * speeds.prompt - held_out_tokens / speeds.capture_tokens - FIXED_SECONDS
+    held_out = held_out_tokens / speeds.capture_tokens + VALIDATIONS * held_out_tokens / speeds.validated_tokens
+    left = budget - judged * speeds.prompt - held_out - FIXED_SECONDS
     if left <= 0:
         raise ValueError(f"{budget:.0f} s are too few on this machine: evaluation and held-out features alone take longer; give more --minutes")
     wanted = CAPTURE_SHARE * left * speeds.capture_tokens
     limit = max(8, min(samples, int(samples * wanted / tokens)))
     training = left - limit / samples * tokens / speeds.capture_tokens
-    return {"data.limit": limit, "train.steps": max(20, int(training / speeds.step)), "eval.prompts": judged}
+    steps = max(20, int(training / speeds.step))
+    return {"data.limit": limit, "train.steps": steps, "train.evaluate_every": -(-steps // VALIDATIONS), "eval.prompts": judged}
 
 
 def _plan(run: Run, budget: float) -> Run:
@@ -108,7 +112,7 @@ def _plan(run: Run, budget: float) -> Run:
     clock = time.perf_counter()
     trial = [maker(s) for s in spread(found, TRIAL_SAMPLES)]
     rate = sum(map(len, trial)) / (time.perf_counter() - clock)
-    speeds = Speeds(rate, _step_seconds(run, pack(trial)), _prompt_seconds(run))
+    speeds = Speeds(rate, *_training_speeds(run, pack(trial)), _prompt_seconds(run))
     budget -= time.perf_counter() - began
     tokens, held_out_tokens = (sum(map(len, samples)) for samples in (found, held_out))
     chosen = fit(speeds, budget, tokens, len(found), held_out_tokens, len(held_out))
@@ -119,8 +123,9 @@ def _plan(run: Run, budget: float) -> Run:
     return Run(parse(Recipe, dump(run.recipe), [f"{key}={value}" for key, value in chosen.items()]))
 
 
-def _step_seconds(run: Run, batch: FeatureBatch) -> float:
-    """Mean time of an update over the stages of the schedules, on a draft that is thrown away; scaled to full batches."""
+def _training_speeds(run: Run, batch: FeatureBatch) -> tuple[float, float]:
+    """On a draft that is thrown away: seconds of an update, the mean over the schedules, scaled to full batches; and tokens per second of an exact
+    evaluation."""
     recipe = run.recipe
     draft = run.new_draft()
     draft.initialise(run.target, torch.bincount(batch.input_ids_N, minlength=run.target.shape.vocab_size), batch)
@@ -138,7 +143,10 @@ def _step_seconds(run: Run, batch: FeatureBatch) -> float:
         if i:  # the first one warms up
             scale = recipe.train.batch_tokens / len(batch.input_ids_N)
             seconds += (computed - clock) * scale * recipe.train.accumulate + time.perf_counter() - computed
-    return seconds / STEP_TRIALS
+    clock = time.perf_counter()
+    with torch.no_grad():
+        draft(batch, run.target, Progress(1.0, exact=True))
+    return seconds / STEP_TRIALS, len(batch.input_ids_N) / (time.perf_counter() - clock)
 
 
 def _prompt_seconds(run: Run) -> float:
@@ -163,6 +171,8 @@ def _prompt_seconds(run: Run) -> float:
 
 EVALUATE_SHARE = 0.35
 """Largest share of the budget that evaluation may take; fewer held-out prompts are judged when all would take longer."""
+VALIDATIONS = 2
+"""Evaluations on held-out features during training; the better checkpoint is judged."""
 FIXED_SECONDS = 25.0
 """Loading models, checksums, checkpoints and the export."""
 OTHER_TARGET_PROMPTS = 600

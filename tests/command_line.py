@@ -1,7 +1,7 @@
 """The real command line in processes of its own, and faults planted in them.
 
-A fork server imports Draftsmith once; each command is a fork of it that calls `draftsmith.cli.main`, so that dying a dozen times costs seconds. `execute` starts
-a fresh interpreter instead. A fault strikes at a counted file operation, hence at the same place on every machine.
+A fork server imports Draftsmith once; each command is a fork of it that calls `draftsmith.cli.main`, so that dying a dozen times costs seconds.
+`execute` starts a fresh interpreter instead. A fault strikes at a counted file operation, hence at the same place on every machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ TRAIN = {
 @dataclass(frozen=True)
 class Fault:
     """What happens to a process: a signal to itself before the n-th change of a file below `where` (only at paths that hold `name`, only at this audit
-    `event`), and before the next `times - 1`; a largest file size (the disk is full, or with `fatal` the process dies while writing); smaller feature shards."""
+    `event`), and before the next `times - 1`; a largest file size (the disk is full, or with `fatal` the process dies while writing); smaller shards."""
 
     signal: int | None = None
     operation: int = 1
@@ -58,7 +58,7 @@ class Fault:
         if self.signal is not None:
             sys.addaudithook(self._strike())
 
-    def _strike(self):  # noqa: ANN202
+    def _strike(self) -> Callable[[str, tuple], None]:
         left, number = self.operation, int(self.signal or 0)
 
         def hook(event: str, arguments: tuple) -> None:
@@ -72,7 +72,7 @@ class Fault:
 
     def _meant(self, path: object) -> bool:
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
-        relative = bool(text) and not os.path.isabs(text) and not self.name  # shutil.rmtree works relative to an open folder
+        relative = bool(text) and not text.startswith(os.sep) and not self.name  # shutil.rmtree works relative to an open folder
         return relative or (text.startswith(self.where) and self.name in text)
 
 
@@ -107,7 +107,7 @@ def start(arguments: Sequence[object], fault: Fault | None = None, output: Path 
 def command(arguments: Sequence[object], output: Path, fault: Fault | None = None) -> tuple[int, str]:
     """Exit code (negative: the signal that ended it) and everything printed."""
     process = start(arguments, fault, output)
-    process.join(120)
+    process.join(600)
     assert process.exitcode is not None, "the command hangs"
     return process.exitcode, output.read_text(encoding="utf-8")
 
@@ -118,7 +118,7 @@ def execute(arguments: Sequence[object], fault: Fault | None = None) -> tuple[in
     code = f"from command_line import Fault; Fault(**{values!r}).plant(); from draftsmith.cli import main; main()"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *map(str, arguments)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -29,7 +29,8 @@ class DataConfig(Config):
     max_length: Positive = 2048
     """Longest sample in tokens; longer ones are cut at this length (the cut tokens are counted)."""
     limit: Positive | None = None
-    """Use this many training conversations, evenly spread over the file; all when absent."""
+    """Capture and train on this many training conversations, evenly spread over the file; all when absent. The draft vocabulary is
+    counted on all of them in any case."""
     max_answer: Positive = 160
     """Longest answer in tokens when the target's own answers are recorded."""
 

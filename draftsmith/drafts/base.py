@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +41,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@runtime_checkable
 class DraftState(Protocol):
     """What a draft remembers of its rows between proposals."""
 

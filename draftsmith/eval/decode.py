@@ -159,6 +159,7 @@ class _Rows:
             return verify_greedy(logits_BQV.argmax(-1), drafted_BW)
         target_BQV = torch.softmax(logits_BQV.float() / sampling.temperature, dim=-1)
         if probs_BWV is None:
+            assert not drafted_BW.shape[1], "a draft that samples must return the distributions it drew from"
             probs_BWV = target_BQV[:, :0]
         uniform_BW = torch.rand(drafted_BW.shape, generator=sampling.generator, device=drafted_BW.device)
         return verify_sampled(target_BQV, probs_BWV, drafted_BW, uniform_BW, sampling.generator)

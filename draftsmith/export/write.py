@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from draftsmith.core.config import Config
@@ -43,7 +44,7 @@ def export(draft: Draft, target: Target, folder: Path, config: ExportConfig, sam
     dtype = getattr(torch, config.dtype)
     plain = draft.plain_state()
     tensors = {theirs: _cast(plain[ours], dtype) for ours, theirs in layout.names.items()}
-    tensors[_EMBEDDING] = target.embedding_VH.contiguous()
+    tensors[_EMBEDDING] = _cast(target.embedding_VH, dtype)
     fields = dict(layout.config) | {"dtype": config.dtype, "torch_dtype": config.dtype}
     with new_folder(folder) as aside:
         write_bytes(aside / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -62,14 +63,26 @@ def read(folder: Path) -> Draft:
     if name not in kinds:
         raise ValueError(f"{path}: architecture {name}; expected one of {', '.join(kinds)}")
     draft = kinds[name].from_engine(fields)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = _tensors(folder / "model.safetensors")
     names = draft.layout().names
     lacking = sorted(set(names.values()) - set(tensors))
     unknown = sorted(set(tensors) - set(names.values()) - {_EMBEDDING})
     if lacking or unknown:
         raise ValueError(f"{folder}/model.safetensors: missing tensors {lacking or 'none'}, unknown tensors {unknown or 'none'}")
+    for ours, own in draft.plain_state().items():
+        if tensors[names[ours]].shape != own.shape:
+            raise ValueError(
+                f"{folder}: tensor {names[ours]} has shape {list(tensors[names[ours]].shape)}, config.json asks for {list(own.shape)}"
+            )
     draft.load_plain_state({ours: tensors[theirs] for ours, theirs in names.items()})
     return draft.eval()
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is missing, truncated or not a safetensors file") from error
 
 
 def compare(one: Draft, other: Draft, target: Target, samples: Sequence[Features], width: int) -> int:

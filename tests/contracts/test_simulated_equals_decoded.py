@@ -26,7 +26,7 @@ from draftsmith.target.weights import Target
 from draftsmith.train.loop import TrainConfig, Trainer
 from draftsmith.train.optim import OptimConfig
 
-LAYERS, MAX_NEW, STEPS = (1, 2, 4), 24, 110
+LAYERS, MAX_NEW, STEPS = (1, 2, 4), 24, 80
 QUIET = {"log_every": 1000, "evaluate_every": 1000, "checkpoint_every": 1000}
 
 
@@ -160,14 +160,14 @@ def test_the_draft_is_right_often_and_not_always(world: World, weights: dict[str
     assert int(outside.sum()) > 5
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [4])
 def test_every_sample_alone_has_the_same_passes_and_accepted_counts(world: World, weights: dict[str, Tensor], width: int) -> None:
     draft = draft_of(world, weights, width)
     for row in world.written:
         assert simulated(draft, world.batch([row]), world.target) == counted(world.decode([row], draft, width, 1), width), row.sample.id
 
 
-@pytest.mark.parametrize(("width", "batch"), [(3, 5), (5, 99)])
+@pytest.mark.parametrize(("width", "batch"), [(1, 7), (3, 5), (5, 99)])
 def test_packed_samples_and_batched_prompts_have_the_same_figures(world: World, weights: dict[str, Tensor], width: int, batch: int) -> None:
     draft = draft_of(world, weights, width)
     answers = world.decode(world.written, draft, width, batch)
@@ -186,14 +186,18 @@ def test_the_trainers_evaluation_is_the_decoded_acceptance_length(world: World, 
     trainer.device, trainer.dtype = torch.device("cpu"), torch.float32
     figures = Acceptance.of(world.decode(world.written, draft.eval(), width, 6), width)
     metrics = trainer.evaluate()
-    assert float(metrics["acceptance_length"].value) == figures.length
-    assert metrics["position_rates"].value.tolist() == figures.position_rates
+    length, rates = metrics["acceptance_length"], metrics["position_rates"]
+    assert (float(length.num), float(length.den)) == (figures.steps + figures.accepted, figures.steps)
+    assert float(length.value) == pytest.approx(figures.length, rel=1e-12)
+    assert rates.value.tolist() == figures.position_rates
 
 
 def test_an_untrained_draft_agrees_too(world: World) -> None:
     torch.manual_seed(8)
     draft = Eagle3(Eagle3Config(layers=LAYERS, vocab_size=100, steps=3), world.target.shape).eval()
     draft.initialise(world.target, count((w.sample for w in world.written), 259), world.batch(world.written))
+    for parameter in draft.parameters():  # an initialised draft may start without attention
+        parameter.data += 0.1 * torch.randn(parameter.shape)
     assert simulated(draft, world.batch(world.written), world.target) == counted(world.decode(world.written, draft, 3, 4), 3)
 
 
@@ -225,8 +229,6 @@ def test_recorded_talks_of_several_turns_agree_through_the_chat_template(
     samples = prepare(answered, template, 999).samples
     draft = draft_of(world, weights, 3)
     batch = LiveSource(world.capture, samples).batch(range(len(samples)))
-    prompts = [
-        template.ids(c.messages[:i], prompt=True) for c in answered for i, m in enumerate(c.messages) if m.role == "assistant"
-    ]
+    prompts = [template.ids(c.messages[:i], prompt=True) for c in answered for i, m in enumerate(c.messages) if m.role == "assistant"]
     answers = Decoder(world.model, world.target, world.end_ids, draft, 3).decode(prompts, MAX_NEW)
     assert simulated(draft, batch, world.target) == counted(answers, 3)

@@ -34,7 +34,7 @@ train:
 
 
 def message(text: str, *overrides: str) -> str:
-    with pytest.raises(ValueError, match=".") as raised:
+    with pytest.raises(ValueError, match=r".") as raised:
         parse(Recipe, text, overrides, source="r.yaml")
     return str(raised.value)
 
@@ -260,11 +260,10 @@ def test_settings_are_frozen() -> None:
         recipe.run = "other"  # type: ignore[misc]
 
 
-text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+# PyYAML folds a next-line character (U+0085) into a space when it writes text as it is.
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\x85"), min_size=1, max_size=12)
 schedules = st.one_of(st.integers(1, 9), st.lists(st.floats(0.01, 0.99), max_size=4, unique=True).map(lambda f: [[0.0, 1], *([x, 2] for x in sorted(f))]))
-optimizers = st.fixed_dictionaries(
-    {"learning_rate": st.floats(1e-12, 1e3), "warmup": st.floats(0, 1), "betas": st.tuples(st.floats(0, 1), st.floats(0, 1))}
-)
+optimizers = st.fixed_dictionaries({"learning_rate": st.floats(1e-12, 1e3), "warmup": st.floats(0, 1), "betas": st.tuples(st.floats(0, 1), st.floats(0, 1))})
 recipes = st.fixed_dictionaries(
     {
         "run": text,

@@ -130,9 +130,14 @@ def test_a_folder_replaces_an_older_one_entirely(tmp_path: Path) -> None:
 def test_an_error_in_the_body_leaves_the_older_folder_and_passes_through(tmp_path: Path, error: BaseException) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "old").write_text("old")
-    with pytest.raises(type(error)) as caught, new_folder(tmp_path / "step") as aside:
-        (aside / "half").write_text("half")
-        raise error
+
+    def fill() -> None:
+        with new_folder(tmp_path / "step") as aside:
+            (aside / "half").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        fill()
     assert caught.value is error
     assert tree(tmp_path) == {"step": None, "step/old": b"old"}
 
@@ -140,9 +145,14 @@ def test_an_error_in_the_body_leaves_the_older_folder_and_passes_through(tmp_pat
 def test_a_full_disk_in_the_body_leaves_the_older_folder(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "old").write_text("old")
-    with largest_file(1000), pytest.raises(DiskError, match="second"), new_folder(tmp_path / "step") as aside:
-        write_bytes(aside / "first", b"x" * 900)
-        write_bytes(aside / "second", b"x" * 2000)
+
+    def fill() -> None:
+        with new_folder(tmp_path / "step") as aside:
+            write_bytes(aside / "first", b"x" * 900)
+            write_bytes(aside / "second", b"x" * 2000)
+
+    with largest_file(1000), pytest.raises(DiskError, match="second"):
+        fill()
     assert tree(tmp_path) == {"step": None, "step/old": b"old"}
 
 

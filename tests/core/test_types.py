@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Ratio, Sample
 
+
 def whole(low: int, high: int) -> st.SearchStrategy[float]:
     """Whole numbers as floats: their sums are exact."""
     return st.integers(low, high).map(float)

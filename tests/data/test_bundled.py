@@ -94,7 +94,8 @@ def test_a_planted_leak_is_found() -> None:
     held_out, training = bundled.prompts("held-out"), bundled.prompts("train")
     victims = [c for c in held_out if len(asked(c)) >= 30][:5]
     reworded = [
-        Conversation(f"copy-{c.id}", c.kind, tuple(Message(m.role, "Please help me. " + " ".join(m.content.upper().split())) for m in c.messages)) for c in victims
+        Conversation(f"copy-{c.id}", c.kind, tuple(Message(m.role, "Please help me. " + " ".join(m.content.upper().split())) for m in c.messages))
+        for c in victims
     ]
     assert len(victims) == 5
     assert set(leaked(held_out, [*training, *reworded])) == {c.id for c in victims}

@@ -124,7 +124,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, damage: str) -> None
 
 
 # Separators that str.splitlines breaks at, but a line of a file does not end with.
-awkward = st.text(st.one_of(st.sampled_from("\n\r\u2028\u2029\x85\x0b\x0c\x1c\"\\\u00e9\U0001f600"), st.characters(codec="utf-8")), max_size=8)
+awkward = st.text(st.one_of(st.sampled_from('\n\r\u2028\u2029\x85\x0b\x0c\x1c"\\\u00e9\U0001f600'), st.characters(codec="utf-8")), max_size=8)
 ids = st.none() | st.lists(st.integers(0, 10**6), max_size=4).map(tuple)
 messages = st.one_of(
     st.builds(Message, st.sampled_from(["system", "user", "tool", "assistant"]), awkward),

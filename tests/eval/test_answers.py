@@ -76,9 +76,7 @@ def test_the_earlier_answer_is_in_the_prompt_of_the_next_turn(target_model: Targ
     assert one.messages[3].token_ids != two.messages[3].token_ids
 
 
-def test_recorded_answers_are_kept_and_not_asked_again(
-    target_model: TargetModel, target: Target, template: ChatTemplate, talks: list[Conversation]
-) -> None:
+def test_recorded_answers_are_kept_and_not_asked_again(target_model: TargetModel, target: Target, template: ChatTemplate, talks: list[Conversation]) -> None:
     told: list[int] = []
     assert answer(talks, Decoder(target_model, target, ()), template, MAX_NEW, 4, told.append) == talks
     assert told == []

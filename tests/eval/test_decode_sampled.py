@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from draftsmith.target.weights import Target
 
 VOCABULARY = 12
 PROMPT = [3, 1, 4]
-ROWS = 8_000
+ROWS = 6_000
 TOKENS = 3
 LIMIT = 1e-4
 
@@ -72,9 +71,7 @@ def tally(answers: list[Decoded]) -> Tensor:
     return torch.bincount(place, minlength=VOCABULARY**TOKENS)
 
 
-def decoder(
-    small: tuple[TargetModel, Target], draft: object, width: int, temperature: float = 1.0, seed: int = 0, end_ids: tuple[int, ...] = ()
-) -> Decoder:
+def decoder(small: tuple[TargetModel, Target], draft: object, width: int, temperature: float = 1.0, seed: int = 0, end_ids: tuple[int, ...] = ()) -> Decoder:
     return Decoder(*small, end_ids, draft, width, Sampling(temperature, torch.Generator().manual_seed(seed)))  # type: ignore[arg-type]
 
 
@@ -140,9 +137,7 @@ decode_verify = decode.verify_sampled
 
 
 @pytest.mark.parametrize("fault", [accept_all, replace_from_target, shifted])
-def test_a_wrong_verifier_is_seen(
-    small: tuple[TargetModel, Target], eagle3: Eagle3, fault: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_verifier_is_seen(small: tuple[TargetModel, Target], eagle3: Eagle3, fault: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults."""
     monkeypatch.setattr(decode, "verify_sampled", fault)
     assert p_value(tally(decoder(small, eagle3, 2).decode([PROMPT] * ROWS, TOKENS)), exact(small, 1.0)) < LIMIT

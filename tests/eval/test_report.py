@@ -155,9 +155,7 @@ def test_a_difference_that_only_the_race_meets_is_named(plain: Decoder, speculat
     assert found["differing_prompts"] == wrong
 
 
-def test_a_verifier_that_accepts_everything_is_reported(
-    plain: Decoder, speculative: Decoder, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verifier_that_accepts_everything_is_reported(plain: Decoder, speculative: Decoder, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault in verification itself."""
     monkeypatch.setattr(decode, "verify_greedy", lambda choice, drafted: (torch.full((len(drafted),), drafted.shape[1]), choice[:, -1]))
     found = evaluate(plain, speculative, prompts, CONFIG)
@@ -177,4 +175,3 @@ def test_the_table_shows_kinds_rates_and_identity(plain: Decoder, speculative: D
         assert f"{kind} {figures['prompts']} {figures['acceptance_length']:.2f} {rates}" in shown
     assert "all equal to plain greedy" in shown
     assert f"{found['speedup']:.2f}" in shown
-

@@ -73,10 +73,8 @@ def outcomes(target_QV: Tensor, draft_WV: Tensor) -> dict[tuple[int, ...], float
             chance = 1.0
             for w, x in enumerate(kept):
                 chance *= min(p[w][x], q[w][x])
-            if count == width:
-                after = p[width]
-            else:  # the chance to reject equals the sum of what is left, so that it need not be normalised
-                after = [max(a - b, 0.0) for a, b in zip(p[count], q[count], strict=True)]
+            after = p[width] if count == width else [max(a - b, 0.0) for a, b in zip(p[count], q[count], strict=True)]
+            # the chance to reject equals the sum of what is left, so that it need not be normalised
             found |= {(count, *kept, y): chance * share for y, share in enumerate(after)}
     return found
 
@@ -87,9 +85,7 @@ def drawn(target_QV: Tensor, draft_WV: Tensor, seed: int) -> Counter[tuple[int, 
     width = len(draft_WV)
     drafted_BW = torch.stack([torch.multinomial(q, DRAWS, replacement=True, generator=generator) for q in draft_WV], dim=1)
     uniform_BW = torch.rand(DRAWS, width, generator=generator)
-    accepted_B, next_B = verify_sampled(
-        target_QV.expand(DRAWS, -1, -1), draft_WV.expand(DRAWS, -1, -1), drafted_BW, uniform_BW, generator
-    )
+    accepted_B, next_B = verify_sampled(target_QV.expand(DRAWS, -1, -1), draft_WV.expand(DRAWS, -1, -1), drafted_BW, uniform_BW, generator)
     kept_BW = drafted_BW.where(torch.arange(width) < accepted_B[:, None], -1)
     rows, counts = torch.cat((accepted_B[:, None], kept_BW, next_B[:, None]), 1).unique(dim=0, return_counts=True)
     return Counter({(n, *row[:n], row[-1]): c for (n, *row), c in zip(rows.tolist(), counts.tolist(), strict=True)})

@@ -32,7 +32,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(template, talks) -> list[Sample]:  # noqa: ANN001
+def found(template, talks) -> list[Sample]:
     return rendering.prepare(talks, template, 200).samples
 
 
@@ -42,7 +42,7 @@ def identity(found: list[Sample]) -> Identity:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory, found: list[Sample], identity: Identity, target, target_model) -> Path:  # noqa: ANN001
+def stored(tmp_path_factory: pytest.TempPathFactory, found: list[Sample], identity: Identity, target, target_model) -> Path:
     """A whole set of several shards."""
     folder = tmp_path_factory.mktemp("stored") / "set"
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def copy(tmp_path: Path, stored: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "set"))
 
 
-def test_what_is_read_is_what_was_captured(stored: Path, found: list[Sample], identity: Identity, target, target_model) -> None:  # noqa: ANN001
+def test_what_is_read_is_what_was_captured(stored: Path, found: list[Sample], identity: Identity, target, target_model) -> None:
     source, capture = FileSource(stored, identity), Capture(target_model, target, SPEC)
     assert list(source.lengths) == [len(s) for s in found]
     for i, sample in enumerate(found):
@@ -159,7 +159,7 @@ def test_swapped_shards_are_found(copy: Path, identity: Identity) -> None:
 
 
 def test_a_missing_manifest_says_how_to_make_one(tmp_path: Path, copy: Path, identity: Identity) -> None:
-    with pytest.raises(ValueError, match="nowhere.*draftsmith capture"):
+    with pytest.raises(ValueError, match=r"nowhere.*draftsmith capture"):
         FileSource(tmp_path / "nowhere", identity)
     (copy / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"no manifest\.json.*draftsmith capture"):
@@ -187,7 +187,7 @@ class Stopped(Exception): ...
 @pytest.mark.parametrize("after", [0, 1, 4, 7, 11])
 def test_a_stopped_capture_is_unfinished_and_continues_to_the_same_bytes(
     tmp_path: Path, stored: Path, found: list[Sample], identity: Identity, target, target_model, after: int
-) -> None:  # noqa: ANN001
+) -> None:
     capture, folder, asked = Capture(target_model, target, SPEC), tmp_path / "set", []
 
     def stopping(sample: Sample) -> Features:
@@ -198,7 +198,7 @@ def test_a_stopped_capture_is_unfinished_and_continues_to_the_same_bytes(
 
     with pytest.raises(Stopped):
         files.write(folder, identity, found, stopping, lambda _n: None)
-    with pytest.raises(ValueError, match="unfinished|no manifest"):
+    with pytest.raises(ValueError, match=r"unfinished|no manifest"):
         FileSource(folder, identity)
     kept = sum(len(s["lengths"]) for s in json.loads((folder / "manifest.json").read_text())["shards"]) if folder.exists() else 0
     again, told = [], []

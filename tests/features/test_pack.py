@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,8 +27,12 @@ def greedy(lengths: list[int], room: int, order: list[int]) -> list[list[int]]:
     return batches
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return [i for batch in batches for i in batch]
+
+
 @given(LENGTHS, st.integers(1, 100), st.randoms(use_true_random=False))
-def test_fill_is_the_greedy_cut_of_an_order(lengths: list[int], room: int, random) -> None:  # noqa: ANN001
+def test_fill_is_the_greedy_cut_of_an_order(lengths: list[int], room: int, random) -> None:
     order = list(range(len(lengths)))
     random.shuffle(order)
     assert fill(lengths, room, order) == greedy(lengths, room, order)
@@ -35,18 +41,18 @@ def test_fill_is_the_greedy_cut_of_an_order(lengths: list[int], room: int, rando
 @given(LENGTHS, st.integers(1, 100), st.integers(-5, 2**40), st.integers(0, 50))
 def test_a_plan_holds_every_sample_once_within_the_room(lengths: list[int], room: int, seed: int, epoch: int) -> None:
     batches = plan(lengths, room, seed, epoch)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert sorted(flat(batches)) == list(range(len(lengths)))
     assert all(batch and (len(batch) == 1 or sum(lengths[i] for i in batch) <= room) for batch in batches)
 
 
 @given(st.lists(st.integers(1, 9), min_size=12, max_size=20), st.integers(0, 1000), st.integers(0, 20), st.integers(1, 20))
 def test_a_plan_repeats_itself_and_differs_by_seed_and_epoch(lengths: list[int], seed: int, epoch: int, other: int) -> None:
     """Of 12! orders, two agree by chance once in 479 million."""
-    order = sum(plan(lengths, 20, seed, epoch), [])
+    order = flat(plan(lengths, 20, seed, epoch))
     torch.manual_seed(seed + epoch)
-    assert sum(plan(lengths, 20, seed, epoch), []) == order
-    assert sum(plan(lengths, 20, seed, epoch + other), []) != order
-    assert sum(plan(lengths, 20, seed + other, epoch), []) != order
+    assert flat(plan(lengths, 20, seed, epoch)) == order
+    assert flat(plan(lengths, 20, seed, epoch + other)) != order
+    assert flat(plan(lengths, 20, seed + other, epoch)) != order
 
 
 def test_planning_leaves_the_global_random_stream_alone() -> None:
@@ -92,14 +98,14 @@ def test_packing_lays_documents_end_to_end(lengths: list[int]) -> None:
 
 
 @pytest.fixture
-def captured(target, target_model, template, talks) -> list[Features]:  # noqa: ANN001
+def captured(target, target_model, template, talks) -> list[Features]:
     spec = Eagle3.needs(Eagle3Config(vocab_size=48), target.shape)
     capture = Capture(target_model, target, type(spec)(spec.layers, "float32"))
     return [capture(s) for s in rendering.prepare(talks, template, 200).samples]
 
 
 @pytest.fixture
-def draft(target, captured: list[Features]) -> Eagle3:  # noqa: ANN001
+def draft(target, captured: list[Features]) -> Eagle3:
     torch.manual_seed(3)
     made = Eagle3(Eagle3Config(vocab_size=48, steps=3), target.shape)
     counts = torch.bincount(torch.cat([f.sample.input_ids[f.sample.loss_mask] for f in captured]), minlength=target.shape.vocab_size)
@@ -107,7 +113,7 @@ def draft(target, captured: list[Features]) -> Eagle3:  # noqa: ANN001
     return made
 
 
-def learn(draft: Eagle3, target, parts: list[list[Features]], exact: bool) -> tuple[dict, dict]:  # noqa: ANN001
+def learn(draft: Eagle3, target, parts: list[list[Features]], exact: bool) -> tuple[dict, dict]:
     """Summed metrics and gradients over some batches."""
     draft.zero_grad()
     total: dict = {}
@@ -121,10 +127,10 @@ def learn(draft: Eagle3, target, parts: list[list[Features]], exact: bool) -> tu
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("cuts", [list(range(13)), [0, 5, 12], [0, 1, 12]])
-def test_one_large_batch_equals_separate_documents(draft: Eagle3, target, captured: list[Features], cuts: list[int], exact: bool) -> None:  # noqa: ANN001
+def test_one_large_batch_equals_separate_documents(draft: Eagle3, target, captured: list[Features], cuts: list[int], exact: bool) -> None:
     """Loss, every metric and every gradient: nothing crosses a document's border."""
     together, whole = learn(draft, target, [captured], exact)
-    summed, parts = learn(draft, target, [captured[a:b] for a, b in zip(cuts, cuts[1:], strict=False)], exact)
+    summed, parts = learn(draft, target, [captured[a:b] for a, b in pairwise(cuts)], exact)
     assert together.keys() == summed.keys() >= {"loss", "acceptance_length", "position_rates", "step_accuracy"}
     for name in together:
         torch.testing.assert_close(together[name].num, summed[name].num, rtol=1e-5, atol=1e-5)
@@ -134,7 +140,7 @@ def test_one_large_batch_equals_separate_documents(draft: Eagle3, target, captur
         torch.testing.assert_close(gradient, parts[name], rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
-def test_the_order_of_documents_does_not_matter(draft: Eagle3, target, captured: list[Features]) -> None:  # noqa: ANN001
+def test_the_order_of_documents_does_not_matter(draft: Eagle3, target, captured: list[Features]) -> None:
     _, one = learn(draft, target, [captured], exact=False)
     _, other = learn(draft, target, [captured[::-1]], exact=False)
     for name, gradient in one.items():

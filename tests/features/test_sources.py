@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 
 from draftsmith import pipeline
 from draftsmith.core.config import load
-from draftsmith.core.types import FeatureBatch, Features, Sample
+from draftsmith.core.types import FeatureBatch, Features, FeatureSpec, Sample
+from draftsmith.data import samples as rendering
+from draftsmith.features.live import LiveSource
 from draftsmith.features.source import Source
 from draftsmith.pipeline import Run
 from draftsmith.recipe import Recipe
+from draftsmith.target.capture import Capture
 
 
 class Numbers(Source):
@@ -174,6 +178,35 @@ def test_files_and_live_hold_the_same_features(tmp_path: Path, tiny_target: Path
         assert torch.equal(a.hidden_TF, b.hidden_TF)
         assert torch.equal(a.last_TH, b.last_TH)
         assert torch.equal(a.argmax_T, b.argmax_T)
+
+
+def test_two_live_streams_do_not_disturb_each_other(target, target_model, template, talks: list) -> None:
+    """As when held-out features are captured while the next training batch is: both passes are made to meet inside the target."""
+    capture = Capture(target_model, target, FeatureSpec((1, 2), "float32"))
+    found = rendering.prepare(talks, template, 200).samples
+    source = LiveSource(capture, found)
+    wanted = [capture(s).hidden_TF for s in found]
+    meeting = threading.Barrier(2)
+
+    def wait(*_: object) -> None:
+        with suppress(threading.BrokenBarrierError):  # one at a time is fine too
+            meeting.wait(timeout=0.5)
+
+    handle = target_model.blocks[1].register_forward_hook(wait)
+    try:
+        one, other = source.in_order(1), source.in_order(1)
+        got: list[FeatureBatch] = []
+        second = threading.Thread(target=lambda: got.extend(islice(other, 3)))
+        second.start()
+        mine = list(islice(one, 3))
+        second.join()
+    finally:
+        handle.remove()
+        meeting.abort()
+    assert len(got) == 3
+    for i, (a, b) in enumerate(zip(mine, got, strict=True)):
+        assert torch.equal(a.hidden_NF, wanted[i])
+        assert torch.equal(b.hidden_NF, wanted[i])
 
 
 def test_a_training_that_fails_leaves_no_thread(tmp_path: Path, tiny_target: Path, talks: list) -> None:

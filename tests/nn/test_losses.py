@@ -138,3 +138,13 @@ def test_bfloat16_states_are_judged_in_float32(master: torch.dtype) -> None:
     assert [g.dtype for g in grads] == [torch.bfloat16, master]
     for got, expected in zip(grads, torch.autograd.grad(want.loss, exact), strict=True):
         assert float((got.double() - expected).norm() / expected.norm()) < 0.02
+
+
+def test_only_the_logits_themselves_are_rounded_to_bfloat16() -> None:
+    """From the rounded logits on, everything is float32: no bfloat16 softmax."""
+    hidden, head, logits, row, weight = (x.detach() for x in inputs())
+    hidden, head, row = hidden.bfloat16(), head.bfloat16(), row.sort().values
+    result = linear_kl(hidden, head, by_rows(logits.bfloat16()), row, weight.float())
+    log_q, log_p = (torch.log_softmax(x.double(), dim=1) for x in (hidden @ head.T, logits.bfloat16()[row]))
+    torch.testing.assert_close(result.kl_M.double(), (log_p.exp() * (log_p - log_q)).sum(1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result.overlap_M.double(), torch.minimum(log_p.exp(), log_q.exp()).sum(1), rtol=1e-5, atol=0)

@@ -75,9 +75,7 @@ def test_without_layers_nothing_is_tapped_and_no_hook_stays(model: Callable[[str
 
 
 @pytest.mark.parametrize(("family", "ids", "layers"), [("mistral", [[5, 10_000]], (0, 2)), ("qwen3", [[5, 9]], (0, 99))])
-def test_hooks_are_removed_when_the_pass_fails(
-    model: Callable[[str], TargetModel], family: str, ids: list[list[int]], layers: tuple[int, ...]
-) -> None:
+def test_hooks_are_removed_when_the_pass_fails(model: Callable[[str], TargetModel], family: str, ids: list[list[int]], layers: tuple[int, ...]) -> None:
     target = model(family)
     before = [len(block._forward_hooks) for block in target.blocks]
     with pytest.raises(IndexError):

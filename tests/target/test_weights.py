@@ -42,7 +42,7 @@ def copied(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def refused(folder: Path | str) -> str:
-    with pytest.raises(ValueError, match=".") as raised:
+    with pytest.raises(ValueError, match=r".") as raised:
         Target.load(str(folder))
     return str(raised.value)
 
@@ -60,19 +60,31 @@ def test_logits_are_the_models_own(checkpoint: Callable[[str], Path], family: st
     assert target.tied == family.endswith("tied")
 
 
+def obstacle(folder: str) -> str | None:
+    """Why a run with this target would stop before it trains."""
+    try:
+        made = Capture(TargetModel.load(folder, torch.float32), Target.load(folder), FeatureSpec((1,), "float32"))
+        made.check(Sample("s", IDS[0], torch.ones(8, dtype=torch.bool)))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_the_plain_families_have_no_obstacle(checkpoint: Callable[[str], Path], family: str) -> None:
+    assert obstacle(str(checkpoint(family))) is None
+
+
 @pytest.mark.parametrize("family", OTHER_RULES)
 def test_another_logit_rule_is_refused_before_training_or_right(checkpoint: Callable[[str], Path], family: str) -> None:
     folder = str(checkpoint(family))
-    try:
-        target = Target.load(folder)
+    refusal = obstacle(folder)
+    if refusal is None:
         model = TargetModel.load(folder, torch.float32)
-        Capture(model, target, FeatureSpec((1,), "float32")).check(Sample("s", IDS[0], torch.ones(8, dtype=torch.bool)))
-    except ValueError as error:
-        assert "logit rule" in str(error)
-        assert re.search("gemma2|cohere|granite|phi", str(error))
-        return
-    expected = model.model(input_ids=IDS).logits
-    torch.testing.assert_close(target.logits(model.run(IDS).last_BQH), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(Target.load(folder).logits(model.run(IDS).last_BQH), model.model(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    else:
+        assert "logit rule" in refusal
+        assert family.split()[0] in refusal
 
 
 def test_the_fixtures_of_other_rules_really_have_another_rule(checkpoint: Callable[[str], Path]) -> None:
@@ -244,5 +256,3 @@ def test_another_body_under_the_same_head_has_another_fingerprint(checkpoint: Ca
     tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     assert Target.load(str(copied)).fingerprint != Target.load(str(checkpoint("llama"))).fingerprint
-
-

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -121,8 +122,8 @@ def test_the_rate_rises_then_falls_and_stays_in_bounds(config: OptimConfig, step
     assert all(0 < r <= config.learning_rate * (1 + 1e-12) for r in rates)
     top = max(range(steps), key=rates.__getitem__)
     assert top <= config.warmup * steps + 1
-    assert all(a < b for a, b in zip(rates[:top], rates[1 : top + 1], strict=True))
-    assert all(a >= b for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert all(a < b for a, b in pairwise(rates[: top + 1]))
+    assert all(a >= b for a, b in pairwise(rates[top:]))
 
 
 @given(CONFIGS, st.integers(100, 5000))
@@ -145,7 +146,9 @@ def test_no_warm_up_and_only_warm_up(warmup: float) -> None:
     assert max(rates) == pytest.approx(config.learning_rate, rel=0.03)
 
 
-@pytest.mark.parametrize("bad", [{"learning_rate": 0}, {"learning_rate": -1}, {"warmup": 1.5}, {"weight_decay": -0.1}, {"clip": 0}, {"betas": (0.9, 1.0)}, {"beta": 1}])
+@pytest.mark.parametrize(
+    "bad", [{"learning_rate": 0}, {"learning_rate": -1}, {"warmup": 1.5}, {"weight_decay": -0.1}, {"clip": 0}, {"betas": (0.9, 1.0)}, {"beta": 1}]
+)
 def test_settings_out_of_range_are_refused(bad: dict) -> None:
     """When the recipe is read, not when the optimizer is built."""
     with pytest.raises(ValidationError, match=next(iter(bad))):

@@ -254,7 +254,7 @@ def test_resuming_live_on_other_data_is_refused(whole: Whole, tmp_path: Path, ov
     """The count of consumed micro-batches means nothing in another order."""
     (_, recipe, _), run = whole.another(tmp_path)
     shutil.copytree(whole.run, run, ignore=shutil.ignore_patterns("features"))
-    with pytest.raises(ValueError, match="data|samples"):
+    with pytest.raises(ValueError, match=r"data|samples"):
         pipeline.train(Run(load(Recipe, recipe, ["features.kind=live", override])))
 
 
