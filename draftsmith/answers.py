@@ -1,6 +1,6 @@
 """`draftsmith answers`: record the target's own greedy answers to a file of conversations, resumable.
 
-Finished groups are appended to `<out>.partial`; a stopped call goes on behind its last whole line. The result is in the order of the input.
+Finished groups are appended to `<out>.unfinished`; a stopped call goes on behind its last whole line. The result is in the order of the input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import gzip
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.core.disk import PARTIAL, write_bytes
+from draftsmith.core.disk import write_bytes
 from draftsmith.core.log import progress, say
 from draftsmith.data import conversations
 from draftsmith.data.conversations import Conversation
@@ -17,6 +17,7 @@ from draftsmith.data.template import ChatTemplate
 from draftsmith.eval.answers import answer
 from draftsmith.eval.decode import Decoder
 
+UNFINISHED = ".unfinished"
 GROUP = 8
 """Batches between two appends."""
 
@@ -26,7 +27,7 @@ def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTempla
     if out.exists():
         say(f"{out} exists: its answers are kept")
         return conversations.read(out)
-    partial = out.with_name(out.name + PARTIAL)
+    partial = out.with_name(out.name + UNFINISHED)
     done = _finished(partial)
     left = [c.users_only() for c in asked if c.id not in done]
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,6 @@ def _finished(partial: Path) -> dict[str, Conversation]:
     """Whole lines of a stopped call; a torn last line is cut off."""
     if not partial.exists():
         return {}
-    lines = partial.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    write_bytes(partial, "".join(whole).encode())
+    whole = partial.read_bytes().rpartition(b"\n")[0]
+    write_bytes(partial, whole + b"\n" if whole else b"")
     return {c.id: c for c in conversations.read(partial)} if whole else {}

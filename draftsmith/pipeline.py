@@ -36,10 +36,9 @@ from draftsmith.recipe import Recipe
 from draftsmith.target import smollm2
 from draftsmith.target.capture import Capture
 from draftsmith.target.model import TargetModel
-from draftsmith.target.weights import Target
+from draftsmith.target.weights import Target, require_directory
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
-
 
 INITIAL_SAMPLES = 200
 """Samples whose features set what a draft derives from data before its first step."""
@@ -47,7 +46,10 @@ INITIAL_SAMPLES = 200
 
 def target_directory(name: str) -> str:
     """`smollm2` is the converted target of the quickstart; anything else is a directory."""
-    return str(smollm2.directory()) if name == "smollm2" else name
+    if name == "smollm2":
+        return str(smollm2.directory())
+    require_directory(name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,9 @@ def source(run: Run, split: str, maker: Capture | None) -> Source:
 
 def train(run: Run) -> checkpoint.TrainState:
     """Train the draft, or continue its training."""
+    recipe, about = run.recipe, facts(run)
+    checkpoint.require_same(run.folder, about)
     run.save_recipe()
-    recipe = run.recipe
     maker = None
     if recipe.features.kind == "live":
         maker = run.capture()
@@ -192,7 +195,7 @@ def train(run: Run) -> checkpoint.TrainState:
     parameters = sum(p.numel() for p in draft.parameters())
     compute = dtype_of(recipe.train.dtype, run.device)
     say(f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {compute}")
-    return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, facts(run)).fit()
+    return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, about).fit()
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -34,13 +35,18 @@ def load(kind: type[ConfigT], path: Path | str, overrides: Sequence[str] = ()) -
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         raise ValueError(f"no recipe at {path}" + (f"; did you mean {path.with_name(near[0])}?" if near else ""))
-    return parse(kind, path.read_text(encoding="utf-8"), overrides, source=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    return parse(kind, text, overrides, source=str(path))
 
 
 def parse(kind: type[ConfigT], text: str, overrides: Sequence[str] = (), source: str = "recipe") -> ConfigT:
     """`load` for YAML text; `source` is the name that errors give it."""
     try:
-        data = yaml.safe_load(text) or {}
+        data = yaml.safe_load(text)
+        data = {} if data is None else data
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from error
@@ -75,8 +81,11 @@ def _apply(data: dict[str, Any], override: str) -> tuple[str, ...]:
 
 
 def _scalar(value: str) -> Any:
-    parsed = yaml.safe_load(value) if value.strip() else value
-    if isinstance(parsed, str):  # YAML 1.1 reads 1e-3 as text
+    try:
+        parsed = yaml.safe_load(value) if value.strip() else value
+    except yaml.YAMLError as error:
+        raise ValueError(f"override value {value!r} is not valid YAML: {error}") from error
+    if isinstance(parsed, str) and parsed == value.strip():  # YAML 1.1 reads an unquoted 1e-3 as text
         try:
             return float(parsed)
         except ValueError:
@@ -132,8 +141,8 @@ def _line(node: yaml.Node | None, path: Sequence[Any]) -> int:
                 break
             line, node = match[0][0].start_mark.line + 1, match[0][1]
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            node = node.value[part]
-            line = node.start_mark.line + 1
+            child: yaml.Node = node.value[part]
+            line, node = child.start_mark.line + 1, child
     return line
 
 
@@ -157,24 +166,32 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
 """An integer of at least 1."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Whole = Annotated[int, Field(ge=0, strict=True)]
+"""An integer of at least 0."""
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 """A number from 0 to 1."""
+Size = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+"""A finite number of at least 0."""
+Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+"""A finite number above 0."""
 
 
 def _stages(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         value = [[0.0, value]]
-    whole = isinstance(value, list | tuple) and value and all(isinstance(s, list | tuple) and len(s) == 2 for s in value)
-    if not whole:
+    pairs: list[Any] = list(value) if isinstance(value, list | tuple) else []
+    if not pairs or any(not isinstance(s, list | tuple) or len(s) != 2 for s in pairs):
         raise ValueError("expected an integer, or a list of [fraction of training, integer] such as [[0, 1], [0.5, 3]]")
-    starts, values = [s[0] for s in value], [s[1] for s in value]
+    starts, values = [s[0] for s in pairs], [s[1] for s in pairs]
+    if any(isinstance(s, bool) or not isinstance(s, int | float) for s in starts):
+        raise ValueError("expected fractions of training as numbers from 0 to below 1")
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
         raise ValueError("expected integers of at least 1")
-    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+    if starts[0] != 0 or any(not a < b for a, b in pairwise(starts)) or not starts[-1] < 1:
         raise ValueError("fractions must start at 0, ascend, and stay below 1")
-    return tuple((float(s), v) for s, v in value)
+    return tuple((float(s), v) for s, v in pairs)
 
 
 Schedule = Annotated[tuple[tuple[float, int], ...], BeforeValidator(_stages)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,10 @@ def read(path: Path | str) -> list[Conversation]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no conversations at {path}: expected a .jsonl file, one conversation a line")
-    found = [_conversation(row, where, number) for number, where, row in _rows(path)]
+    try:
+        found = [_conversation(row, where, number) for number, where, row in _rows(path)]
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read ({error}): it is truncated or no gzip file") from error
     if not found:
         raise ValueError(f"{path} holds no conversation: it is empty")
     repeated = _first_repeated(c.id for c in found)
@@ -97,14 +101,14 @@ def dumps(conversations: Sequence[Conversation]) -> str:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 yield number, f"{path}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number} is not valid JSON ({error}); expected one conversation a line") from error
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} is not valid JSON in UTF-8 ({error}); expected one conversation a line") from error
 
 
 def _conversation(row: Any, where: str, number: int) -> Conversation:
@@ -124,8 +128,8 @@ def _message(row: Any, where: str) -> Message:
     if row["role"] not in ("system", "user", "assistant", "tool"):
         raise ValueError(f"{where}: unknown role {row['role']!r}; expected system, user, assistant or tool")
     ids = row.get("token_ids")
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
-        raise ValueError(f"{where}: `token_ids` must be a list of integers, got {_short(ids)}")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
+        raise ValueError(f"{where}: `token_ids` must be a list of integers of at least 0, got {_short(ids)}")
     return Message(row["role"], row["content"], None if ids is None else tuple(ids), row.get("finish_reason"))
 
 

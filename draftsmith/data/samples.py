@@ -95,7 +95,7 @@ def samples_of(conversation: Conversation, template: ChatTemplate) -> list[Sampl
         if message.role != "assistant":
             continue
         prompt = template.ids(messages[:i], prompt=True)
-        answer = list(message.token_ids) if message.token_ids is not None else _answer(messages[: i + 1], prompt, template)
+        answer = _recorded(message, template) if message.token_ids is not None else _rendered(messages[: i + 1], prompt, template)
         ids, mask = grown[-1] if grown else ([], [])
         if not grown or prompt[: len(ids)] != ids:
             ids, mask = [], []
@@ -112,11 +112,19 @@ def supervised_pairs(sample: Sample) -> int:
     return int((sample.loss_mask[1:] & sample.loss_mask[:-1]).sum())
 
 
-def _answer(messages: Sequence[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
-    whole = template.ids(messages, prompt=False)
-    if whole[: len(prompt)] != prompt:
-        raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
-    answer = whole[len(prompt) :]
+def _recorded(message: Message, template: ChatTemplate) -> list[int]:
+    """Recorded ids as they are, if this tokenizer wrote them."""
+    ids = list(message.token_ids or ())
+    if ids and not (min(ids) >= 0 and max(ids) < len(template.tokenizer)):
+        raise TemplateError("with recorded token ids outside the target's vocabulary")
+    if template.text(ids) != message.content:
+        raise TemplateError("with recorded token ids that are another text under the target's tokenizer")
+    return ids
+
+
+def _rendered(messages: Sequence[Message], prompt: list[int], template: ChatTemplate) -> list[int]:
+    """The answer up to and including its end mark."""
+    answer = template.answer(messages, prompt)
     ends = [n for n, token in enumerate(answer) if token in template.end_ids]
     return answer[: ends[-1] + 1] if ends else answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -40,25 +41,44 @@ class ChatTemplate:
 
         Raises TemplateError when the template refuses the messages.
         """
-        rows = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            rendered: Any = self.tokenizer.apply_chat_template(rows, add_generation_prompt=prompt, return_dict=True)
-            return list(rendered["input_ids"])
-        except (jinja2.TemplateError, ValueError) as error:
-            raise TemplateError(f"the chat template refuses it: {error}") from error
+        return list(self._render(messages, prompt, tokenize=True)["input_ids"])
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    @property
+    def answer(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
+        """Token ids of the last message as they follow `prompt`, the ids of everything before it with the assistant's header.
+
+        Where tokens of both merge at the seam (an answer that starts with a space after a newline), the answer's text is tokenized by
+        itself, as a server produces it. Raises TemplateError when the template rewrites the prompt.
+        """
+        whole = self.ids(messages, prompt=False)
+        if whole[: len(prompt)] == prompt:
+            return whole[len(prompt) :]
+        before, text = self._render(messages[:-1], True, tokenize=False), self._render(messages, False, tokenize=False)
+        if not text.startswith(before):
+            raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
+        return list(self.tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Every id that stands for a mark, not for text."""
+        added: Any = self.tokenizer.added_tokens_decoder
+        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn: the end-of-sequence token, and the one that the template puts after an answer."""
-        ends: list[Any] = [self.tokenizer.eos_token_id]
-        mark = "\u241f"
-        turn = [Message("user", "a"), Message("assistant", mark)]
-        rendered = self.ids(turn, prompt=False)
-        special = set(self.tokenizer.all_special_ids)
-        after = rendered[len(self.ids(turn[:1], prompt=True)) :]
-        ends += [i for i in after if i in special][:1]
-        return tuple(dict.fromkeys(i for i in ends if i is not None))
+        """Tokens that end an assistant turn: the end-of-sequence token, and the mark that the template puts after an answer."""
+        turn = [Message("user", "a"), Message("assistant", "\u241f")]
+        after = self.ids(turn, prompt=False)[len(self.ids(turn[:1], prompt=True)) :]
+        marks = [i for i in after if i in self.special_ids][:1]
+        eos: Any = self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys(i for i in [eos, *marks] if i is not None))
+
+    def _render(self, messages: Sequence[Message], prompt: bool, tokenize: bool) -> Any:
+        rows = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            return self.tokenizer.apply_chat_template(rows, add_generation_prompt=prompt, tokenize=tokenize, return_dict=tokenize)
+        except (jinja2.TemplateError, ValueError) as error:
+            raise TemplateError(f"the chat template refuses it: {error}") from error

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.core.config import Config, Positive, Schedule, at
+from draftsmith.core.config import Config, Positive, Schedule, Size, Whole, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
 from draftsmith.drafts.base import Context, Draft, Layout, Sampling, draw
 from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
@@ -25,7 +25,6 @@ from draftsmith.nn.blocks import MLP, Projections, RMSNorm
 from draftsmith.nn.losses import linear_kl
 from draftsmith.nn.rope import Rope
 from draftsmith.target.weights import Target
-
 
 RIDGE = 1e-2
 """Regularisation of the regression start, relative to the mean square of a feature."""
@@ -36,7 +35,7 @@ class Eagle3Config(Config):
 
     kind: Literal["eagle3"] = "eagle3"
     """The algorithm."""
-    layers: tuple[int, ...] | None = None
+    layers: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = None
     """Decoder blocks whose outputs are captured, 0-based. Default: 1, n//2-1 and n-4 of n, which every engine takes to be the same."""
     vocab_size: Positive = 8192
     """Size of the draft vocabulary; the target's most frequent answer tokens are chosen."""
@@ -44,14 +43,14 @@ class Eagle3Config(Config):
     """Steps of training-time test (K): how many tokens each chain drafts in training. A number, or [[0, 1], [0.5, 3]] to grow over training."""
     chains: Schedule | None = None
     """Chains per document drawn at random each step; all when absent. Losses keep their meaning: the draw is unbiased."""
-    step_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    step_weight: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Step k counts step_weight ** k in the loss."""
     start: Literal["regression", "random"] = "regression"
     """How `fc` starts. regression: as the linear map from a token's features to the target's next final state, solved in closed form on some
     features, with attention and MLP adding nothing yet: the draft starts as the best linear predictor. random: as any layer."""
     train_head: bool = True
     """Train the head too. Frozen, it stays the target's own rows: a third cheaper, and better when data or time is short."""
-    feature_noise: Annotated[float, Field(ge=0)] = 0.0
+    feature_noise: Size = 0.0
     """Uniform noise up to this many root mean squares, added to features in training (EAGLE, arXiv 2401.15077): works against overfitting."""
     intermediate_size: Positive | None = None
     """Width of the MLP; the target's when absent."""
@@ -97,10 +96,13 @@ class Eagle3(Draft):
         self.register_buffer("d2t", torch.zeros(config.vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(shape.vocab_size) < config.vocab_size)
         self.register_buffer("feature_scale", torch.ones(len(self.layers)))
+        self.register_load_state_dict_post_hook(lambda draft, _: setattr(draft, "_ids", None))
 
     @staticmethod
     def needs(config: Eagle3Config, shape: TargetShape) -> FeatureSpec:
         n = shape.layers
+        if config.layers is None and n < 6:
+            raise ValueError(f"the target has only {n} blocks, too few for the default capture layers: set draft.layers")
         layers = config.layers or tuple(sorted({1, n // 2 - 1, n - 4}))
         if layers[-1] >= n or layers[0] < 0 or list(layers) != sorted(set(layers)):
             raise ValueError(f"draft.layers {list(layers)}: expected ascending, different ids from 0 to {n - 1} (the target has {n} blocks)")

@@ -54,6 +54,8 @@ class Decoder:
     def decode(self, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock | None = None) -> list[Decoded]:
         """Answers to all prompts, decoded together."""
         clock = clock or Clock()
+        if len(prompts) > 1 and self.model.window is not None:
+            return [self.decode([prompt], max_new, clock)[0] for prompt in prompts]
         rows = _Rows.start(self, prompts, max_new, clock)
         while len(rows.alive):
             rows.advance()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 
 from draftsmith.core.config import Config, Positive
 from draftsmith.core.log import progress, table
@@ -32,9 +31,9 @@ class EvalConfig(Config):
     """Prompts decoded alone, plain and speculative in turn, for the wall-clock figures."""
     timed_tokens: Positive = 80
     """Longest answer of those."""
-    dtype: str = "float32"
+    dtype: Literal["auto", "bfloat16", "float32"] = "float32"
     """Decoding dtype. In float32 speculative output equals plain output token for token."""
-    prompts: Annotated[int, Field(ge=1)] | None = None
+    prompts: Positive | None = None
     """Use this many held-out prompts, evenly spread; all when absent."""
 
 

@@ -71,9 +71,7 @@ def read(folder: Path) -> Draft:
         raise ValueError(f"{folder}/model.safetensors: missing tensors {lacking or 'none'}, unknown tensors {unknown or 'none'}")
     for ours, own in draft.plain_state().items():
         if tensors[names[ours]].shape != own.shape:
-            raise ValueError(
-                f"{folder}: tensor {names[ours]} has shape {list(tensors[names[ours]].shape)}, config.json asks for {list(own.shape)}"
-            )
+            raise ValueError(f"{folder}: tensor {names[ours]} has shape {list(tensors[names[ours]].shape)}, config.json asks for {list(own.shape)}")
     draft.load_plain_state({ours: tensors[theirs] for ours, theirs in names.items()})
     return draft.eval()
 

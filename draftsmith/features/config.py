@@ -16,5 +16,5 @@ class FeaturesConfig(Config):
     """Folder of the feature files; `<run>/features` when absent."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype in which features are stored."""
-    compute: str = "auto"
+    compute: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype in which the target runs: auto, bfloat16 or float32."""

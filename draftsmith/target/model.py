@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +40,22 @@ class TargetModel:
     def load(where: str, dtype: torch.dtype, device: str = "cpu") -> TargetModel:
         """Load from a directory or hub id. Raises ValueError when it is not a causal language model."""
         try:
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
         prefer_grouped_attention(device)
-        return TargetModel(model.to(torch.device(device)))
+        return TargetModel(model.to(device))
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back the attention of its sliding-window blocks reaches; None without such blocks.
+
+        A caller's mask hides more on top of it, by places, so rows of a batch must have no gaps: such targets are decoded one row at a time.
+        """
+        text = self.model.config.get_text_config()
+        window = getattr(text, "sliding_window", None)
+        kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+        return window if window and "sliding_attention" in kinds and getattr(text, "use_sliding_window", True) else None
 
     @property
     def device(self) -> torch.device:
@@ -61,8 +73,9 @@ class TargetModel:
         def keep(_module: nn.Module, _inputs: object, output: object) -> None:
             outputs.append(output[0] if isinstance(output, tuple) else output)  # type: ignore[arg-type]
 
-        handles = [self.blocks[i].register_forward_hook(keep) for i in layers]
+        handles = []
         try:
+            handles += [self.blocks[i].register_forward_hook(keep) for i in layers]
             yield outputs
         finally:
             for handle in handles:
@@ -78,6 +91,10 @@ class TargetModel:
         cache: Cache | None = None,
     ) -> States:
         """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q."""
+        if mask_B1QT is not None and self.window is not None:
+            query, seen = mask_B1QT.shape[-2:]
+            place = torch.arange(seen, device=mask_B1QT.device)
+            mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
         with self._tapped(layers) as taps:
             output = self.body(input_ids=ids_BQ, position_ids=position_BQ, attention_mask=mask_B1QT, cache=cache, use_cache=cache is not None)
         return States(output.last_hidden_state, torch.cat(taps, dim=-1) if taps else None)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -51,9 +51,8 @@ class Target:
         Raises ValueError when it does not exist, holds no weights, lacks the tensors (the closest keys are listed), or is
         no causal language model; also when the logit rule of its family is not a plain product.
         """
+        require_directory(where)
         folder = Path(where)
-        if not folder.is_dir():
-            raise ValueError(f"no such target: {where!r} is not a directory{_near(folder)}; expected a Hugging Face checkpoint directory")
         config = _config(folder)
         files = _files(folder)
         embedding = _pick(files, _EMBEDDING, "embedding")
@@ -69,7 +68,7 @@ class Target:
         parts = [embedding_VH.to(device, dtype), head_VH.to(device, dtype), _read(files, norm).to(device, dtype)]
         if head is None:
             parts[1] = parts[0]
-        return Target(where, shape, *parts, tied=head is None, fingerprint=_fingerprint(config, head_VH))
+        return Target(where, shape, *parts, tied=head is None, fingerprint=_fingerprint(config, files))
 
     def embed(self, ids: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
         """Rows of the embedding, in its stored dtype."""
@@ -87,6 +86,12 @@ class Target:
         if kept is None or kept[0] is not ids_D or kept[1].dtype != dtype:
             self._rows = kept = (ids_D, (self.head_VH if ids_D is None else self.head_VH[ids_D]).to(dtype))
         return kept[1]
+
+
+def require_directory(where: str) -> None:
+    """Raises ValueError, with the closest sibling, when a target is no directory."""
+    if not Path(where).is_dir():
+        raise ValueError(f"no such target: {where!r} is not a directory{_near(Path(where))}; expected a Hugging Face checkpoint directory")
 
 
 def _near(folder: Path) -> str:
@@ -114,7 +119,7 @@ def _files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map = _weight_map(index)
         missing = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
         if missing:
             raise ValueError(f"{index} names {missing[0]}, which is not there ({len(missing)} missing): download it again")
@@ -129,6 +134,14 @@ def _files(folder: Path) -> dict[str, Path]:
     if not files:
         raise ValueError(f"{folder} holds no weights: no *.safetensors file")
     return files
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(file) for key, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged ({type(error).__name__}: {error}): download it again") from error
 
 
 def _find(files: Mapping[str, Path], names: tuple[str, ...]) -> str | None:
@@ -150,8 +163,11 @@ def _pick(files: Mapping[str, Path], names: tuple[str, ...], what: str) -> str:
 
 
 def _read(files: Mapping[str, Path], key: str) -> Tensor:
-    with safe_open(files[key], framework="pt") as opened:
-        return opened.get_tensor(key)
+    try:
+        with safe_open(files[key], framework="pt") as opened:
+            return opened.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{files[key]} cannot be read ({error}): it is truncated or lacks {key}; download it again") from error
 
 
 def _shape(config: PreTrainedConfig) -> TargetShape:
@@ -177,8 +193,13 @@ def _shape(config: PreTrainedConfig) -> TargetShape:
     )
 
 
-def _fingerprint(config: PreTrainedConfig, head_VH: Tensor) -> str:
-    """Tells targets apart: their configuration and the bytes of some head rows."""
-    text = json.dumps({k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}, sort_keys=True, default=str)
-    rows = head_VH[:: max(1, len(head_VH) // 64)].contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(text.encode() + rows).hexdigest()[:16]
+def _fingerprint(config: PreTrainedConfig, files: Mapping[str, Path]) -> str:
+    """Tells targets apart: their configuration, and the first row of every tensor."""
+    skipped = ("_name_or_path", "transformers_version", "dtype")
+    digest = hashlib.sha256(json.dumps({k: v for k, v in config.to_dict().items() if k not in skipped}, sort_keys=True, default=str).encode())
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as opened:
+            for key in sorted(opened.keys()):
+                row = opened.get_slice(key)[:1] if opened.get_slice(key).get_shape() else opened.get_tensor(key)
+                digest.update(key.encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -62,6 +62,18 @@ def read_state(run: Path, step: int) -> tuple[TrainState, dict[str, Any]]:
     return TrainState(**stored["train"]), stored["facts"]
 
 
+def require_same(run: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse to resume under other settings. Raises ValueError naming the first that differs; nothing to compare is fine."""
+    found = steps(run)
+    stored = read_state(run, found[-1])[1] if found else facts
+    for name, value in facts.items():
+        if stored.get(name) != value:
+            raise ValueError(
+                f"{folder(run, found[-1])} was trained with {name} = {stored.get(name)}, the recipe now says {value}; "
+                "restore it to resume, or choose another run folder"
+            )
+
+
 def load_draft(run: Path, step: int, draft: nn.Module) -> None:
     """Weights into a draft of the same configuration. Raises ValueError when they do not fit."""
     path = folder(run, step) / "draft.safetensors"

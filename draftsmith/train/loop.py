@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from draftsmith.core.config import Config, Positive
+from draftsmith.core.config import Config, Positive, Whole
 from draftsmith.core.env import dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import Progress, Ratio, StepOutput
@@ -39,9 +39,9 @@ class TrainConfig(Config):
     """Micro-batches per update; equals one large batch."""
     optimizer: OptimConfig = OptimConfig()
     """Optimizer settings."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute dtype: auto, bfloat16 or float32. Weights and moments are float32 in any case."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of initial weights, order of data and chains."""
     log_every: Positive = 10
     """Updates between log lines."""
@@ -148,13 +148,8 @@ class Trainer:
         found = checkpoint.steps(self.run)
         if not found:
             return checkpoint.TrainState()
-        state, facts = checkpoint.read_state(self.run, found[-1])
-        for name, value in self.facts.items():
-            if facts.get(name) != value:
-                raise ValueError(
-                    f"{checkpoint.folder(self.run, found[-1])} was trained with {name} = {facts.get(name)}, the recipe now says {value}; "
-                    "restore it to resume, or choose another run folder"
-                )
+        checkpoint.require_same(self.run, self.facts)
+        state, _ = checkpoint.read_state(self.run, found[-1])
         checkpoint.load_draft(self.run, found[-1], self.draft)
         checkpoint.load_optimizer(self.run, found[-1], self.optimizer)
         say(f"resuming {self.run} at step {state.step:,} of {self.config.steps:,}")

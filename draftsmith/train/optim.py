@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from draftsmith.core.config import Config, Fraction
+from draftsmith.core.config import Config, Fraction, Rate, Size
 
 
 class OptimConfig(Config):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Rate = 1e-3
     """Peak learning rate."""
     warmup: Fraction = 0.03
     """Share of all steps over which the rate rises from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Size = 0.0
     """Decoupled decay of matrices; norms are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Averaging factors of the two moments."""
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: Rate = 1.0
     """Largest global norm of the gradient."""
 
 

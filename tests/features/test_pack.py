@@ -110,7 +110,16 @@ def draft(target, captured: list[Features]) -> Eagle3:
     made = Eagle3(Eagle3Config(vocab_size=48, steps=3), target.shape)
     counts = torch.bincount(torch.cat([f.sample.input_ids[f.sample.loss_mask] for f in captured]), minlength=target.shape.vocab_size)
     made.initialise(target, counts, pack(captured))
-    return made
+    return shaken(made)
+
+
+def shaken(draft: Eagle3) -> Eagle3:
+    """No weight at the zero that a fresh draft may start some of them from, so that every gradient can differ."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    return draft
 
 
 def learn(draft: Eagle3, target, parts: list[list[Features]], exact: bool) -> tuple[dict, dict]:

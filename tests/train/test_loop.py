@@ -102,6 +102,9 @@ def test_accumulating_two_micro_batches_equals_the_batch_that_holds_both(tmp_pat
     draft, first = both.new_draft(), pipeline.source(both, "train", both.capture()).batch([0, 1])
     counts = torch.bincount(first.input_ids_N[first.loss_mask_N], minlength=both.target.shape.vocab_size)
     draft.initialise(both.target, counts, first)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     start = {k: v.clone() for k, v in draft.state_dict().items()}
     apart, log_apart = first_update(both, start, 1, 2, tmp_path / "apart")
     together, log_together = first_update(both, start, 1000, 1, tmp_path / "together")
