@@ -178,14 +178,15 @@ def source(run: Run, split: str, maker: Capture | None) -> Source:
 
 def train(run: Run) -> checkpoint.TrainState:
     """Train the draft, or continue its training."""
-    recipe, about = run.recipe, facts(run)
-    checkpoint.require_same(run.folder, about)
-    run.save_recipe()
+    recipe = run.recipe
     maker = None
     if recipe.features.kind == "live":
         maker = run.capture()
         maker.check(run.samples("train")[0])
     learning, held_out = source(run, "train", maker), source(run, "held-out", maker)
+    about = facts(run, learning)
+    checkpoint.require_same(run.folder, about)
+    run.save_recipe()
     draft = run.new_draft()
     if not checkpoint.steps(run.folder):
         counts = vocab.count(run.samples("train", everything=True), run.target.shape.vocab_size)
@@ -198,11 +199,14 @@ def train(run: Run) -> checkpoint.TrainState:
     return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, about).fit()
 
 
-def facts(run: Run) -> dict[str, Any]:
-    """What a checkpoint is of; resuming under others is refused."""
-    keep = ("steps", "batch_tokens", "accumulate", "optimizer", "seed")
-    training = {f"train.{k}": v for k, v in run.recipe.train.model_dump(mode="json").items() if k in keep}
-    return {"target": run.target.fingerprint, "draft": run.recipe.draft.model_dump(mode="json"), **training}
+def facts(run: Run, learning: Source) -> dict[str, Any]:
+    """What a checkpoint is of, by setting; resuming under others is refused."""
+    recipe = run.recipe.model_dump(mode="json")
+    settings = {key: recipe["train"][key] for key in ("steps", "batch_tokens", "accumulate", "seed")}
+    named = {f"train.{k}": v for k, v in settings.items()} | {f"train.optimizer.{k}": v for k, v in recipe["train"]["optimizer"].items()}
+    named |= {f"draft.{k}": v for k, v in recipe["draft"].items()}
+    digest = hashlib.sha256("".join(f"{learning.sample(i).id}:{n};" for i, n in enumerate(learning.lengths)).encode()).hexdigest()[:16]
+    return {"target": run.target.fingerprint, "data (samples)": digest, **named}
 
 
 def evaluation_prompts(run: Run) -> list[Prompt]:

@@ -76,15 +76,15 @@ def _apply(data: dict[str, Any], override: str) -> tuple[str, ...]:
         if not isinstance(child, dict):
             raise ValueError(f"override {override!r}: {part} is a single value, it has no keys below it")
         node = child
-    node[path[-1]] = _scalar(value)
+    try:
+        node[path[-1]] = _scalar(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r} is not valid YAML: {error}") from error
     return path
 
 
 def _scalar(value: str) -> Any:
-    try:
-        parsed = yaml.safe_load(value) if value.strip() else value
-    except yaml.YAMLError as error:
-        raise ValueError(f"override value {value!r} is not valid YAML: {error}") from error
+    parsed = yaml.safe_load(value) if value.strip() else value
     if isinstance(parsed, str) and parsed == value.strip():  # YAML 1.1 reads an unquoted 1e-3 as text
         try:
             return float(parsed)

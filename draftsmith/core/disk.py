@@ -50,6 +50,13 @@ def write_bytes(path: Path | str, data: bytes) -> None:
             raise
 
 
+def append_text(path: Path | str, text: str) -> None:
+    """Append to a log. Raises DiskError."""
+    path = Path(path)
+    with _explained(path, len(text)), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
 def write_text(path: Path | str, text: str) -> None:
     """`write_bytes` for text."""
     write_bytes(path, text.encode("utf-8"))

@@ -17,13 +17,14 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.core.config import Config, Positive, Schedule, Size, Whole, at
+from draftsmith.core.config import Config, Positive, Schedule, Size, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
 from draftsmith.drafts.base import Context, Draft, Layout, Sampling, draw
 from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
 from draftsmith.nn.losses import linear_kl
 from draftsmith.nn.rope import Rope
+from draftsmith.nn.start import low_rank, own_place, ridge
 from draftsmith.target.weights import Target
 
 RIDGE = 1e-2
@@ -35,7 +36,7 @@ class Eagle3Config(Config):
 
     kind: Literal["eagle3"] = "eagle3"
     """The algorithm."""
-    layers: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = None
+    layers: tuple[int, ...] | None = None
     """Decoder blocks whose outputs are captured, 0-based. Default: 1, n//2-1 and n-4 of n, which every engine takes to be the same."""
     vocab_size: Positive = 8192
     """Size of the draft vocabulary; the target's most frequent answer tokens are chosen."""
@@ -46,8 +47,8 @@ class Eagle3Config(Config):
     step_weight: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Step k counts step_weight ** k in the loss."""
     start: Literal["regression", "random"] = "regression"
-    """How `fc` starts. regression: as the linear map from a token's features to the target's next final state, solved in closed form on some
-    features, with attention and MLP adding nothing yet: the draft starts as the best linear predictor. random: as any layer."""
+    """regression: the draft starts as the best linear map from features and next token to the target's next final state, solved in closed form on
+    some features. random: as any layers."""
     train_head: bool = True
     """Train the head too. Frozen, it stays the target's own rows: a third cheaper, and better when data or time is short."""
     feature_noise: Size = 0.0
@@ -103,8 +104,8 @@ class Eagle3(Draft):
         n = shape.layers
         if config.layers is None and n < 6:
             raise ValueError(f"the target has only {n} blocks, too few for the default capture layers: set draft.layers")
-        layers = config.layers or tuple(sorted({1, n // 2 - 1, n - 4}))
-        if layers[-1] >= n or layers[0] < 0 or list(layers) != sorted(set(layers)):
+        layers = (1, n // 2 - 1, n - 4) if config.layers is None else config.layers
+        if not layers or layers[-1] >= n or layers[0] < 0 or list(layers) != sorted(set(layers)):
             raise ValueError(f"draft.layers {list(layers)}: expected ascending, different ids from 0 to {n - 1} (the target has {n} blocks)")
         return FeatureSpec(layers)
 
@@ -130,15 +131,33 @@ class Eagle3(Draft):
         return {"draft vocabulary": f"{len(chosen):,} ids cover {covered:.2%} of the answer tokens", "feature RMS": [round(x, 2) for x in rms_L.tolist()]}
 
     def _regress(self, target: Target, batch: FeatureBatch) -> None:
-        """Ridge regression of the next token's final state (before the norm's weight) on the features of this one."""
-        here_M = (batch.loss_mask_N[1:] & (batch.document_N[1:] == batch.document_N[:-1])).nonzero()[:, 0]
-        scale_F = self.feature_scale.repeat_interleave(self.shape.hidden_size)
-        x_MF = batch.hidden_NF[here_M].float() / scale_F
-        y_MH = batch.last_NH[here_M + 1].float() / target.norm_H.float()
-        gram_FF = x_MF.T @ x_MF
-        gram_FF.diagonal().add_(RIDGE * gram_FF.diagonal().mean())
-        self.fc.weight.copy_(torch.linalg.solve(gram_FF, x_MF.T @ y_MH).T)
-        self.self_attn.o_proj.weight.zero_()
+        """Start as the best linear map from (features, embedding of the next token) to the next token's final state before the norm's weight.
+
+        The features' part goes into `fc`. The embedding reaches the residual only through attention, so its part becomes the values and the
+        output of one head per key-value head, and these heads start on their own place; all else adds nothing yet.
+        """
+        shape, heads = self.shape, self.self_attn
+        same_N = batch.document_N[1:] == batch.document_N[:-1]
+        every_M = same_N.nonzero()[:, 0]
+        wanted = batch.loss_mask_N[every_M + 1]
+        scale_F = self.feature_scale.repeat_interleave(shape.hidden_size)
+        x_MF = batch.hidden_NF[every_M].float() / scale_F
+        embedded_MH = self.input_layernorm(target.embed(batch.input_ids_N[every_M + 1]).float())
+        y_MH = batch.last_NH[every_M[wanted] + 1].float() / target.norm_H.float()
+        map_IH = ridge(torch.cat((x_MF, embedded_MH), dim=1)[wanted], y_MH, RIDGE)
+        self.fc.weight.copy_(map_IH[: len(scale_F)].T)
+        rank = shape.kv_heads * shape.head_dim
+        values_HR, output_RH = low_rank(map_IH[len(scale_F) :], embedded_MH[wanted], min(rank, shape.hidden_size))
+        heads.v_proj.weight.zero_()[: values_HR.shape[1], : shape.hidden_size] = values_HR.T
+        mixed_MI = torch.cat((embedded_MH, self.hidden_norm(self.fc(x_MF))), dim=1)
+        place_dI = own_place(mixed_MI, shape.head_dim, RIDGE)
+        heads.k_proj.weight.copy_(place_dI.repeat(shape.kv_heads, 1))
+        heads.o_proj.weight.zero_()
+        group, dim = shape.heads // shape.kv_heads, shape.head_dim
+        for kv in range(shape.kv_heads):
+            first, rows = kv * group * dim, output_RH[kv * dim : (kv + 1) * dim]
+            heads.q_proj.weight[first : first + dim] = place_dI
+            heads.o_proj.weight[:, first : first + len(rows)] = rows.T
         self.mlp.down_proj.weight.zero_()
 
     # ---- training ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from draftsmith.core.types import FeatureBatch, Features, Sample
 from draftsmith.features.pack import fill, pack, plan
@@ -34,7 +34,7 @@ class Source(ABC):
         """Sample indices of every micro-batch of one epoch."""
         return plan(self.lengths, batch_tokens, seed, epoch)
 
-    def stream(self, batch_tokens: int, seed: int, start: int = 0) -> Iterator[FeatureBatch]:
+    def stream(self, batch_tokens: int, seed: int, start: int = 0) -> Generator[FeatureBatch, None, None]:
         """Micro-batches from number `start` on, epoch after epoch, without end."""
         return _one_ahead(self.batch(indices) for indices in self._endless(batch_tokens, seed, start))
 
@@ -55,7 +55,7 @@ class Source(ABC):
             epoch += 1
 
 
-def _one_ahead(batches: Iterator[FeatureBatch]) -> Iterator[FeatureBatch]:
+def _one_ahead(batches: Iterator[FeatureBatch]) -> Generator[FeatureBatch, None, None]:
     """Make the next batch in a thread while the caller works on this one; errors surface in the caller."""
     ready: queue.Queue[FeatureBatch | BaseException | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()

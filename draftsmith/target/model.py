@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class TargetModel:
         self.model = model.eval().requires_grad_(False)
         self.body = model.get_decoder()
         self.blocks = _blocks(model, self.body)
+        self._alone = Lock()
+        """Two live sources share one model, each with its thread: taps must not mix."""
 
     @staticmethod
     def load(where: str, dtype: torch.dtype, device: str = "cpu") -> TargetModel:
@@ -95,7 +98,7 @@ class TargetModel:
             query, seen = mask_B1QT.shape[-2:]
             place = torch.arange(seen, device=mask_B1QT.device)
             mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
-        with self._tapped(layers) as taps:
+        with self._alone, self._tapped(layers) as taps:
             output = self.body(input_ids=ids_BQ, position_ids=position_BQ, attention_mask=mask_B1QT, cache=cache, use_cache=cache is not None)
         return States(output.last_hidden_state, torch.cat(taps, dim=-1) if taps else None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from draftsmith.core.disk import new_folder, write_bytes, write_text
+from draftsmith.core.disk import PARTIAL, new_folder, write_bytes, write_text
 
 _STATE = "state.json"
+_FILES = ("draft.safetensors", "optimizer.pt", _STATE)
 
 
 @dataclass
@@ -47,19 +50,36 @@ def save_checkpoint(run: Path, draft: nn.Module, optimizer: torch.optim.Optimize
         write_text(aside / _STATE, json.dumps({"train": asdict(state), "facts": dict(facts)}, indent=1))
     for step in steps(run)[:-keep]:
         if step != state.best_step:
-            shutil.rmtree(folder(run, step))
+            aside = folder(run, step).with_suffix(PARTIAL)
+            folder(run, step).rename(aside)  # never half a checkpoint under a whole one's name
+            shutil.rmtree(aside)
 
 
 def steps(run: Path) -> list[int]:
     """Steps of the whole checkpoints of a run, ascending; half-written ones do not count."""
-    found = run.glob(f"checkpoints/step-*/{_STATE}")
-    return sorted(int(p.parent.name.removeprefix("step-")) for p in found if p.parent.name.removeprefix("step-").isdigit())
+    found = [p for p in run.glob("checkpoints/step-*") if p.name.removeprefix("step-").isdigit()]
+    return sorted(int(p.name.removeprefix("step-")) for p in found if all((p / name).is_file() for name in _FILES))
+
+
+def clear_leftovers(run: Path) -> None:
+    """Remove what a killed run left half-written."""
+    for path in run.glob(f"checkpoints/*{PARTIAL}"):
+        shutil.rmtree(path)
 
 
 def read_state(run: Path, step: int) -> tuple[TrainState, dict[str, Any]]:
     """State and facts of a checkpoint."""
-    stored = json.loads((folder(run, step) / _STATE).read_text())
-    return TrainState(**stored["train"]), stored["facts"]
+    path = folder(run, step) / _STATE
+    try:
+        stored = json.loads(path.read_text())
+        return TrainState(**stored["train"]), stored["facts"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """What to say of a checkpoint file that cannot be read."""
+    return ValueError(f"{path} is damaged ({error}); delete the folder {path.parent}, and the run continues from the checkpoint before it")
 
 
 def require_same(run: Path, facts: Mapping[str, Any]) -> None:
@@ -79,13 +99,19 @@ def load_draft(run: Path, step: int, draft: nn.Module) -> None:
     path = folder(run, step) / "draft.safetensors"
     try:
         draft.load_state_dict(load_file(path))
+    except SafetensorError as error:
+        raise damaged(path, error) from error
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the recipe's draft ({error}); resume with the recipe that made it, or choose another run folder") from error
 
 
 def load_optimizer(run: Path, step: int, optimizer: torch.optim.Optimizer) -> None:
     """Moments, in float32 as they were saved."""
-    optimizer.load_state_dict(torch.load(folder(run, step) / "optimizer.pt", weights_only=True))
+    path = folder(run, step) / "optimizer.pt"
+    try:
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise damaged(path, error) from error
 
 
 def best_step(run: Path) -> int:

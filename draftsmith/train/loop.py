@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -83,11 +83,12 @@ class Trainer:
         self.device = next(self.draft.parameters()).device
         self.dtype = dtype_of(config.dtype, self.device.type)
         self.optimizer = build(self.draft, config.optimizer)
+        checkpoint.clear_leftovers(self.run)
         state = self._resume()
         tracker = Tracker(self.run, state.step, config.tensorboard)
         stream = self.train.stream(config.batch_tokens, config.seed, state.micro)
         tokens = 0
-        with _deterministic(self.device), _deferred_signals() as stop, progress("train", config.steps, "steps") as advance:
+        with closing(stream), _deterministic(self.device), _deferred_signals() as stop, progress("train", config.steps, "steps") as advance:
             advance(state.step)
             began = time.perf_counter()
             first = state.step

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from draftsmith.core.config import Config, Fraction, Rate, Size
+
+Averaging = Annotated[float, Field(ge=0, lt=1, strict=True)]
+"""A factor of an exponential average."""
 
 
 class OptimConfig(Config):
@@ -19,7 +24,7 @@ class OptimConfig(Config):
     """Share of all steps over which the rate rises from 0."""
     weight_decay: Size = 0.0
     """Decoupled decay of matrices; norms are not decayed."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Averaging, Averaging] = (0.9, 0.95)
     """Averaging factors of the two moments."""
     clip: Rate = 1.0
     """Largest global norm of the gradient."""

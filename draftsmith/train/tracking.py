@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core.disk import write_text
+from draftsmith.core.disk import append_text, write_text
 from draftsmith.core.types import Ratio
 
 
@@ -27,12 +27,12 @@ class Tracker:
         """One line in each file."""
         for name, values in (("metrics", metrics), ("timing", timing)):
             if values:
-                with self._files[name].open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+                append_text(self._files[name], json.dumps({"step": step, "kind": kind, **values}) + "\n")
         if self._board is not None:
             for name, value in {**metrics, **timing}.items():
                 for i, x in enumerate(value if isinstance(value, list) else [value]):
-                    self._board.add_scalar(f"{kind}/{name}" + (f"/{i + 1}" if isinstance(value, list) else ""), x, step)
+                    if x is not None:
+                        self._board.add_scalar(f"{kind}/{name}" + (f"/{i + 1}" if isinstance(value, list) else ""), x, step)
 
 
 def plain(metrics: Mapping[str, Ratio]) -> dict[str, Any]:
