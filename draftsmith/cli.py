@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -100,14 +100,22 @@ def main() -> None:
 
     keep_freed_memory()
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
     except Interrupted as stopped:
-        errors.print(str(stopped), markup=False)
-        sys.exit(130)
-    except KeyboardInterrupt:
-        errors.print("stopped; whatever was finished is kept, and the same command continues", markup=False)
-        sys.exit(130)
+        _fail(str(stopped), 130)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("stopped; whatever was finished is kept, and the same command continues", 130)
     except (ValueError, OSError) as error:
-        errors.print("[bold red]error:[/] ", end="")
-        errors.print(str(error), markup=False)
-        sys.exit(2)
+        _fail(f"error: {error}", 2)
+    except Exception as error:
+        show = getattr(error, "show", None)  # usage errors of the command line show themselves
+        if show is None:
+            raise
+        show()
+        sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    errors.print(message, markup=False)
+    sys.exit(code)

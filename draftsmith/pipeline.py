@@ -40,7 +40,7 @@ from draftsmith.target.weights import Target, require_directory
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
 
-INITIAL_SAMPLES = 200
+INITIAL_SAMPLES = 300
 """Samples whose features set what a draft derives from data before its first step."""
 
 
@@ -160,7 +160,8 @@ def capture(run: Run) -> None:
         f"capturing blocks {', '.join(map(str, spec.layers))} of {shape.layers} and the final state, {spec.dtype}: "
         f"{needed / max(tokens, 1):,.0f} bytes a token, {needed / 1e9:.2f} GB"
     )
-    files.require_space(run.feature_folder("train"), needed)
+    present = sum(files.bytes_present(run.feature_folder(split)) for split in splits)
+    files.require_space(run.feature_folder("train"), needed - present)
     maker = run.capture()
     maker.check(splits["train"][0])
     with progress("capture", tokens, "tokens") as advance:

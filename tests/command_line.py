@@ -23,7 +23,7 @@ from draftsmith.data.conversations import Conversation, dumps
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["draftsmith.cli", "draftsmith.pipeline", "transformers.models.llama.modeling_llama"])
 
-DRAFT = {"vocab_size": 48, "steps": [[0, 1], [0.4, 2], [0.7, 3]], "chains": [[0, 6], [0.5, 3]], "intermediate_size": 24}
+DRAFT = {"layers": [1, 2, 4], "vocab_size": 48, "steps": [[0, 1], [0.4, 2], [0.7, 3]], "chains": [[0, 6], [0.5, 3]], "intermediate_size": 24}
 TRAIN = {
     "steps": 24, "batch_tokens": 150, "accumulate": 2, "optimizer": {"learning_rate": 0.01}, "dtype": "float32", "seed": 3,
     "log_every": 1, "evaluate_every": 8, "checkpoint_every": 3, "keep": 2,

@@ -45,7 +45,7 @@ def write_bytes(path: Path | str, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
-        except OSError:
+        except BaseException:
             aside.unlink(missing_ok=True)
             raise
 

@@ -69,9 +69,10 @@ def read(folder: Path) -> Draft:
     unknown = sorted(set(tensors) - set(names.values()) - {_EMBEDDING})
     if lacking or unknown:
         raise ValueError(f"{folder}/model.safetensors: missing tensors {lacking or 'none'}, unknown tensors {unknown or 'none'}")
-    for ours, own in draft.plain_state().items():
-        if tensors[names[ours]].shape != own.shape:
-            raise ValueError(f"{folder}: tensor {names[ours]} has shape {list(tensors[names[ours]].shape)}, config.json asks for {list(own.shape)}")
+    sizes = [(names[ours], list(tensors[names[ours]].shape), list(own.shape)) for ours, own in draft.plain_state().items()]
+    wrong = [f"{name} is {found}, config.json asks for {asked}" for name, found, asked in sizes if found != asked]
+    if wrong:
+        raise ValueError(f"{folder}/model.safetensors: sizes of tensors do not fit: {'; '.join(wrong)}")
     draft.load_plain_state({ours: tensors[theirs] for ours, theirs in names.items()})
     return draft.eval()
 

@@ -78,6 +78,11 @@ def bytes_needed(spec: FeatureSpec, hidden_size: int, tokens: int) -> int:
     return tokens * ((len(spec.layers) + 1) * hidden_size * torch.finfo(getattr(torch, spec.dtype)).bits // 8 + 9)
 
 
+def bytes_present(folder: Path) -> int:
+    """Bytes of the shards that an earlier call left."""
+    return sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
+
+
 def require_space(folder: Path, needed: int) -> None:
     """Refuse before the expensive work starts. Raises ValueError when the disk lacks room."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
@@ -154,15 +159,22 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"no features at {folder}: it has no manifest.json; run `draftsmith capture` first, or set features.kind=live")
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: format {manifest.get('format')}, this version of Draftsmith reads {FORMAT}; capture again")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, this version of Draftsmith reads {FORMAT}")
+        lacking = {"identity", "conventions", "shards", "complete"} - set(manifest)
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be used ({error}); delete the feature folder and capture again") from error
     return manifest
 
 
 def _compare(folder: Path, manifest: dict[str, Any], wanted: Identity) -> None:
-    found = manifest["identity"]
-    for name, value in json.loads(json.dumps(asdict(wanted))).items():
+    found = manifest["identity"] | {f"conventions.{name}": value for name, value in manifest["conventions"].items()}
+    needed = json.loads(json.dumps(asdict(wanted))) | {f"conventions.{name}": value for name, value in CONVENTIONS.items()}
+    for name, value in needed.items():
         if found.get(name) != value:
             raise ValueError(
                 f"the features in {folder} were captured under another specification: {name} is {found.get(name)}, this run needs {value}. "

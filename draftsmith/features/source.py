@@ -38,7 +38,7 @@ class Source(ABC):
         """Micro-batches from number `start` on, epoch after epoch, without end."""
         return _one_ahead(self.batch(indices) for indices in self._endless(batch_tokens, seed, start))
 
-    def in_order(self, batch_tokens: int) -> Iterator[FeatureBatch]:
+    def in_order(self, batch_tokens: int) -> Generator[FeatureBatch, None, None]:
         """Every sample once, in the order of the data."""
         return _one_ahead(self.batch(i) for i in fill(self.lengths, batch_tokens, range(len(self))))
 

@@ -78,7 +78,8 @@ class TargetModel:
 
         handles = []
         try:
-            handles += [self.blocks[i].register_forward_hook(keep) for i in layers]
+            for i in layers:
+                handles.append(self.blocks[i].register_forward_hook(keep))  # noqa: PERF401 - one that fails must not lose the others
             yield outputs
         finally:
             for handle in handles:

@@ -113,8 +113,8 @@ class Trainer:
         """Exact metrics on held-out features: every chain, all steps, acceptance as decoding would meet it."""
         self.draft.eval()
         total: dict[str, Ratio] = {}
-        with torch.no_grad(), self._autocast():
-            for batch in self.held_out.in_order(self.config.batch_tokens):
+        with torch.no_grad(), self._autocast(), closing(self.held_out.in_order(self.config.batch_tokens)) as batches:
+            for batch in batches:
                 _add(total, self.draft(batch.to(self.device), self.target, Progress(1.0, exact=True)))
         self.draft.train()
         return total

@@ -99,7 +99,7 @@ def test_packing_lays_documents_end_to_end(lengths: list[int]) -> None:
 
 @pytest.fixture
 def captured(target, target_model, template, talks) -> list[Features]:
-    spec = Eagle3.needs(Eagle3Config(vocab_size=48), target.shape)
+    spec = Eagle3.needs(Eagle3Config(layers=(1, 2, 4), vocab_size=48), target.shape)
     capture = Capture(target_model, target, type(spec)(spec.layers, "float32"))
     return [capture(s) for s in rendering.prepare(talks, template, 200).samples]
 
@@ -107,7 +107,7 @@ def captured(target, target_model, template, talks) -> list[Features]:
 @pytest.fixture
 def draft(target, captured: list[Features]) -> Eagle3:
     torch.manual_seed(3)
-    made = Eagle3(Eagle3Config(vocab_size=48, steps=3), target.shape)
+    made = Eagle3(Eagle3Config(layers=(1, 2, 4), vocab_size=48, steps=3), target.shape)
     counts = torch.bincount(torch.cat([f.sample.input_ids[f.sample.loss_mask] for f in captured]), minlength=target.shape.vocab_size)
     made.initialise(target, counts, pack(captured))
     return shaken(made)
