@@ -102,9 +102,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except Interrupted as stopped:
-        _fail(str(stopped), 130)
+        _fail(str(stopped), _STOPPED)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("stopped; whatever was finished is kept, and the same command continues", 130)
+        code = _STOPPED
     except (ValueError, OSError) as error:
         _fail(f"error: {error}", 2)
     except Exception as error:
@@ -113,7 +113,12 @@ def main() -> None:
             raise
         show()
         sys.exit(getattr(error, "exit_code", 2))
+    if code == _STOPPED:  # Typer turns Ctrl-C into this code
+        _fail("stopped; whatever was finished is kept, and the same command continues", _STOPPED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+_STOPPED = 130
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -98,7 +98,10 @@ class Run:
 
     def samples(self, split: str, everything: bool = False) -> list[Sample]:
         """Rendered and masked, with the counts printed."""
-        prepared = samples.prepare(self.conversations(split, everything), self.template, self.recipe.data.max_length)
+        found = self.conversations(split, everything)
+        if split == "held-out":
+            found = spread(found, self.recipe.data.held_out_features)
+        prepared = samples.prepare(found, self.template, self.recipe.data.max_length)
         say(f"{split}: {prepared.describe()}")
         return prepared.samples
 

@@ -26,7 +26,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.train.optim import apply, build
 
 RECIPE = Path(__file__).parent / "data" / "bundled" / "quickstart.yaml"
-CAPTURE_SHARE = 0.38
+CAPTURE_SHARE = 0.5
 """Share of the budget of capture and training that goes to capture. Measured: docs/experiments/quickstart.md."""
 
 
@@ -115,7 +115,7 @@ def _plan(run: Run, budget: float) -> Run:
     speeds = Speeds(rate, *_training_speeds(run, pack(trial)), _prompt_seconds(run))
     budget -= time.perf_counter() - began
     tokens, held_out_tokens = (sum(map(len, samples)) for samples in (found, held_out))
-    chosen = fit(speeds, budget, tokens, len(found), held_out_tokens, len(held_out))
+    chosen = fit(speeds, budget, tokens, len(found), held_out_tokens, len(run.conversations("held-out")))
     say(
         f"{speeds.capture_tokens:,.0f} captured tokens/s, {speeds.step:.2f} s a training step, {speeds.prompt:.2f} s to judge a prompt; "
         f"in {budget:.0f} s: " + ", ".join(f"{key} = {value:,}" for key, value in chosen.items())
@@ -169,7 +169,7 @@ def _prompt_seconds(run: Run) -> float:
     return batched + race
 
 
-EVALUATE_SHARE = 0.35
+EVALUATE_SHARE = 0.4
 """Largest share of the budget that evaluation may take; fewer held-out prompts are judged when all would take longer."""
 VALIDATIONS = 2
 """Evaluations on held-out features during training; the better checkpoint is judged."""

@@ -223,7 +223,7 @@ def test_features_of_other_layers_are_refused(finished: tuple[Path, dict[str, st
     text = printed(
         tmp_path, "train", recipe, f"run={tmp_path / 'other'}", f"features.path={recipe.parent / 'run' / 'features'}", "draft.layers=[0,2,4]", code=2
     )
-    assert "captured under another specification: layers is [1, 2], this run needs [0, 2, 4]" in text
+    assert "captured under another specification: layers is [1, 2, 4], this run needs [0, 2, 4]" in text
 
 
 def test_a_checkpoint_of_other_settings_is_refused(finished: tuple[Path, dict[str, str]], tmp_path: Path) -> None:

@@ -168,8 +168,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 """An integer of at least 1."""
-Whole = Annotated[int, Field(ge=0, strict=True)]
-"""An integer of at least 0."""
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 """A number from 0 to 1."""
 Size = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]

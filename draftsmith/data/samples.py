@@ -26,6 +26,8 @@ class DataConfig(Config):
     """JSONL file of conversations; `bundled` is the set that ships with Draftsmith."""
     held_out: str = "bundled"
     """JSONL file of other conversations for evaluation; `bundled` likewise."""
+    held_out_features: Positive | None = None
+    """Capture this many of the held-out conversations, evenly spread, to choose the best checkpoint; all when absent. Decoding uses all."""
     max_length: Positive = 2048
     """Longest sample in tokens; longer ones are cut at this length (the cut tokens are counted)."""
     limit: Positive | None = None

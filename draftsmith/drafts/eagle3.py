@@ -102,7 +102,7 @@ class Eagle3(Draft):
     @staticmethod
     def needs(config: Eagle3Config, shape: TargetShape) -> FeatureSpec:
         n = shape.layers
-        if config.layers is None and n < 6:
+        if config.layers is None and n < 7:
             raise ValueError(f"the target has only {n} blocks, too few for the default capture layers: set draft.layers")
         layers = (1, n // 2 - 1, n - 4) if config.layers is None else config.layers
         if not layers or layers[-1] >= n or layers[0] < 0 or list(layers) != sorted(set(layers)):

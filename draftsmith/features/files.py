@@ -161,13 +161,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"no features at {folder}: it has no manifest.json; run `draftsmith capture` first, or set features.kind=live")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']}, this version of Draftsmith reads {FORMAT}")
+        if manifest.get("format") != FORMAT:
+            raise ValueError(f"format {manifest.get('format')}, this version of Draftsmith reads {FORMAT}")
         lacking = {"identity", "conventions", "shards", "complete"} - set(manifest)
         if lacking:
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be used ({error}); delete the feature folder and capture again") from error
+        raise ValueError(f"{path}: {error}; delete the feature folder and capture again") from error
     return manifest
 
 

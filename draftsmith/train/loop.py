@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import StrictInt
 
-from draftsmith.core.config import Config, Positive, Whole
+from draftsmith.core.config import Config, Positive
 from draftsmith.core.env import dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import Progress, Ratio, StepOutput
@@ -41,7 +42,7 @@ class TrainConfig(Config):
     """Optimizer settings."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute dtype: auto, bfloat16 or float32. Weights and moments are float32 in any case."""
-    seed: Whole = 0
+    seed: StrictInt = 0
     """Seed of initial weights, order of data and chains."""
     log_every: Positive = 10
     """Updates between log lines."""
