@@ -22,11 +22,13 @@ from draftsmith.core.config import load
 from draftsmith.core.env import dtype_of
 from draftsmith.core.types import Progress, Ratio
 from draftsmith.data import vocab
-from draftsmith.pipeline import Run, source
+from draftsmith.eval.report import spread
+from draftsmith.pipeline import INITIAL_SAMPLES, Run, source
 from draftsmith.recipe import Recipe
 from draftsmith.train.optim import apply, build, rate
 from draftsmith.train.tracking import plain
 
+SHORT = "[[0, 1], [0.4, 2], [0.7, 3]]"
 GROW = "[[0, 1], [0.2, 2], [0.45, 3], [0.8, 5]]"
 VARIANTS: dict[str, list[str]] = {
     "base": ["draft.steps=5"],
@@ -34,6 +36,13 @@ VARIANTS: dict[str, list[str]] = {
     "steps3": ["draft.steps=3"],
     "both": ["draft.steps=3", "draft.chains=24"],
     "grow": [f"draft.steps={GROW}", "draft.chains=24"],
+    "short": [f"draft.steps={SHORT}", "draft.chains=24"],
+    "short-random-start": [f"draft.steps={SHORT}", "draft.chains=24", "draft.start=random"],
+    "short-frozen-head": [f"draft.steps={SHORT}", "draft.chains=24", "draft.train_head=false"],
+    "short-noise": [f"draft.steps={SHORT}", "draft.chains=24", "draft.feature_noise=0.2"],
+    "short-2e-3": [f"draft.steps={SHORT}", "draft.chains=24", "train.optimizer.learning_rate=2e-3"],
+    "short-512": [f"draft.steps={SHORT}", "draft.chains=24", "train.batch_tokens=512"],
+    "short-2048": [f"draft.steps={SHORT}", "draft.chains=24", "train.batch_tokens=2048"],
 }
 
 
@@ -65,8 +74,8 @@ def measure(recipe: Path, overrides: list[str], seconds: float) -> dict[str, Any
     config = run.recipe.train
     learning, held_out = source(run, "train", None), source(run, "held-out", None)
     draft = run.new_draft()
-    counts = vocab.count((learning.sample(i) for i in range(len(learning))), run.target.shape.vocab_size)
-    draft.initialise(run.target, counts, learning.batch(range(min(len(learning), 100))))
+    counts = vocab.count(run.samples("train", everything=True), run.target.shape.vocab_size)
+    draft.initialise(run.target, counts, learning.batch(spread(range(len(learning)), INITIAL_SAMPLES)))
     optimizer = build(draft, config.optimizer)
     stream = learning.stream(config.batch_tokens, config.seed)
     dtype = dtype_of(config.dtype, run.device)
