@@ -47,10 +47,18 @@ def rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def apply(model: nn.Module, optimizer: torch.optim.AdamW, denominator: float, learning_rate: float, clip: float) -> float:
-    """One update from summed gradients of loss numerators: divide once, clip, step. Returns the gradient's norm before clipping."""
+    """One update from summed gradients of loss numerators: divide once, clip, step.
+
+    Returns the gradient's norm before clipping. Raises ValueError, before anything changes, when it is not finite.
+    """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, max(denominator, 1e-38))
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+    if not math.isfinite(norm):
+        raise ValueError(
+            "the gradient is not finite; nothing was updated, and the last checkpoint is kept. Look at the features (NaN or Inf) first, then lower "
+            "train.optimizer.learning_rate"
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

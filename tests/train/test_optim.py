@@ -153,3 +153,14 @@ def test_settings_out_of_range_are_refused(bad: dict) -> None:
     """When the recipe is read, not when the optimizer is built."""
     with pytest.raises(ValidationError, match=next(iter(bad))):
         OptimConfig(**bad)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = build(layer, OptimConfig())
+    before = layer.weight.detach().clone()
+    layer(torch.tensor([[1.0, float("nan"), 0.0]])).sum().backward()
+    with pytest.raises(ValueError, match="not finite"):
+        apply(layer, optimizer, 1.0, 1e-3, 1.0)
+    assert torch.equal(layer.weight, before)
+    assert not optimizer.state
