@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 .PHONY: quickstart test lint clean
 
-quickstart: $(READY)  ## train, prove and ship an EAGLE-3 draft for a real model (at most 10 minutes on 2 cores)
+quickstart: $(READY)  ## train, prove and ship an EAGLE-3 draft for a real model, fitted to 10 minutes
 	$(BIN)/draftsmith quickstart $(ARGS)
 
 test: $(READY) lint  ## linters, type checks and all tests
