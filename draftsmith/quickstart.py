@@ -27,7 +27,7 @@ from draftsmith.train.optim import apply, build
 
 RECIPE = Path(__file__).parent / "data" / "bundled" / "quickstart.yaml"
 CAPTURE_SHARE = 0.5
-"""Share of the budget of capture and training that goes to capture. Measured: docs/experiments/quickstart.md."""
+"""Share of the budget of capture and training that goes to capture. A guess: docs/experiments/quickstart.md says what is known."""
 
 
 def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def fast_dtype(device: str) -> str:
     """The faster of bfloat16 and float32 for matrix products.
 
     A CPU has fast bfloat16 only with AMX tiles (about 5 x float32); with AVX-512 alone it is slower than float32
-    (150 against 230 GFLOP/s on two Sapphire Rapids cores whose tiles were masked).
+    (150 against 230 GFLOP/s on two cores of a Xeon without them).
     """
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
@@ -52,7 +52,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def prefer_grouped_attention(device: str) -> None:
     """On a CPU, let transformers attend to grouped keys as they are, under masks too, instead of repeating them for every query head.
 
-    Five times faster there for a verification pass of 25 rows; on CUDA it would leave the fast kernels.
+    Repeating copies all keys and values in every layer of every verification pass; on CUDA the setting would leave the fast kernels.
     """
     if device == "cpu":
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")

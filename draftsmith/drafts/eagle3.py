@@ -50,7 +50,7 @@ class Eagle3Config(Config):
     """regression: the draft starts as the best linear map from features and next token to the target's next final state, solved in closed form on
     some features. random: as any layers."""
     train_head: bool = True
-    """Train the head too. Frozen, it stays the target's own rows: a third cheaper, and better when data or time is short."""
+    """Train the head too. Frozen, it stays the target's own rows: its share of the work falls by a third."""
     feature_noise: Size = 0.0
     """Uniform noise up to this many root mean squares, added to features in training (EAGLE, arXiv 2401.15077): works against overfitting."""
     intermediate_size: Positive | None = None

@@ -1,8 +1,8 @@
 """`Capture`: samples to features, by running the target over each sample alone.
 
-One sample a pass, at its exact length: no padding is computed, and what is captured never depends on what it was batched with, so features from disk and
-features made while training are the same bits. Neighbouring samples would share a pass for little: SmolLM2's matrix products
-run at 0.9 of their peak rate from 150 tokens on.
+One sample a pass, at its exact length: no padding is computed, and what is captured never depends on what it was batched with, so
+features from disk and features made while training are the same bits. The price on a CPU in float32: about 490 tokens/s of forward pass
+alone at 200 tokens, where batches of eight reach 830.
 """
 
 from __future__ import annotations
