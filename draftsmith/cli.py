@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -38,6 +39,32 @@ def quickstart(
     from draftsmith.quickstart import quickstart as start
 
     start(target, minutes, str(run))
+
+
+@app.command()
+def inspect(
+    target: Annotated[str, typer.Argument(help="smollm2, a checkpoint directory, a .gguf file, or a hub id.", show_default=False)],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)] = None,
+    head_from: Annotated[str | None, typer.Option(help="Unquantized checkpoint whose embedding, norm and head are used.", show_default=False)] = None,
+    embedding_key: Annotated[str | None, typer.Option(help="Overrules which tensor is the embedding.", show_default=False)] = None,
+    head_key: Annotated[str | None, typer.Option(help="Overrules which tensor is the head.", show_default=False)] = None,
+    norm_key: Annotated[str | None, typer.Option(help="Overrules which tensor is the final norm.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """What a target is: where its embedding, norm and head lie and why, its logit rule, what it costs to capture, and what could go wrong.
+
+    Reads three tensors, not the model. Example: draftsmith inspect Qwen/Qwen2.5-0.5B --json
+    """
+    from draftsmith import inspect as inspection
+    from draftsmith.pipeline import resolved
+    from draftsmith.target.config import TargetConfig
+
+    chosen = TargetConfig(where=target, revision=revision, head_from=head_from, embedding_key=embedding_key, head_key=head_key, norm_key=norm_key)
+    found = inspection.inspect(resolved(chosen))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        inspection.show(found)
 
 
 @app.command()

@@ -35,8 +35,11 @@ from draftsmith.features.source import Source
 from draftsmith.recipe import Recipe
 from draftsmith.target import smollm2
 from draftsmith.target.capture import Capture
+from draftsmith.target.config import TargetConfig
+from draftsmith.target.finder import Keys
 from draftsmith.target.model import TargetModel
-from draftsmith.target.weights import Target, require_directory
+from draftsmith.target.place import locate
+from draftsmith.target.weights import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer
 
@@ -44,12 +47,28 @@ INITIAL_SAMPLES = 300
 """Samples whose features set what a draft derives from data before its first step."""
 
 
-def target_directory(name: str) -> str:
-    """`smollm2` is the converted target of the quickstart; anything else is a directory."""
-    if name == "smollm2":
-        return str(smollm2.directory())
-    require_directory(name)
-    return name
+def resolved(target: TargetConfig) -> TargetConfig:
+    """With `smollm2` replaced by the converted target of the quickstart. Raises ValueError when there is no such target."""
+    if target.where == "smollm2":
+        return target.model_copy(update={"where": str(smollm2.directory())})
+    locate(target.where, target.revision)
+    return target
+
+
+def load_target(target: TargetConfig, device: str, dtype: torch.dtype | None) -> Target:
+    """Embedding, norm and head: the one loader, under the settings of a resolved target."""
+    keys = Keys(target.embedding_key, target.head_key, target.norm_key)
+    return Target.load(target.where, device, dtype, revision=target.revision, head_from=target.head_from, keys=keys)
+
+
+def load_model(target: TargetConfig, device: str, dtype: torch.dtype) -> TargetModel:
+    """The whole target."""
+    return TargetModel.load(target.where, dtype, device, target.revision)
+
+
+def load_template(target: TargetConfig) -> ChatTemplate:
+    """Its tokenizer and chat template."""
+    return ChatTemplate.load(target.where, target.revision)
 
 
 @dataclass(frozen=True)
@@ -64,14 +83,16 @@ class Run:
         return Path(self.recipe.run)
 
     @cached_property
-    def where(self) -> str:
-        """Directory of the target."""
-        return target_directory(self.recipe.target)
+    def chosen(self) -> TargetConfig:
+        """The target, found."""
+        return resolved(self.recipe.target)
 
     @cached_property
     def target(self) -> Target:
-        """Embedding, norm and head, in the dtype that training computes in."""
-        return Target.load(self.where, self.device, dtype_of(self.recipe.train.dtype, self.device))
+        """Embedding, norm and head, in the dtype that training computes in. Raises ValueError when the tokenizer writes ids that it does not have."""
+        target = load_target(self.chosen, self.device, dtype_of(self.recipe.train.dtype, self.device))
+        self.template.require_rows(target.shape.vocab_size, self.chosen.where)
+        return target
 
     @cached_property
     def device(self) -> str:
@@ -81,7 +102,7 @@ class Run:
     @cached_property
     def template(self) -> ChatTemplate:
         """The target's tokenizer."""
-        return ChatTemplate.load(self.where)
+        return load_template(self.chosen)
 
     @cached_property
     def spec(self) -> FeatureSpec:
@@ -114,7 +135,7 @@ class Run:
         """The target, running. Checks the logit rule on a few tokens first."""
         features = self.recipe.features
         dtype = dtype_of(features.compute, self.device)
-        return Capture(TargetModel.load(self.where, dtype, self.device), Target.load(self.where, self.device, dtype), self.spec)
+        return Capture(load_model(self.chosen, self.device, dtype), load_target(self.chosen, self.device, dtype), self.spec)
 
     def feature_folder(self, split: str) -> Path:
         """Folder of one split's feature files."""
@@ -139,16 +160,16 @@ class Run:
         return draft.eval(), step
 
 
-def plain_decoder(where: str, device: str, dtype: torch.dtype, template: ChatTemplate) -> Decoder:
+def plain_decoder(target: TargetConfig, device: str, dtype: torch.dtype, template: ChatTemplate) -> Decoder:
     """The target alone."""
-    return Decoder(TargetModel.load(where, dtype, device), Target.load(where, device, dtype), template.end_ids)
+    return Decoder(load_model(target, device, dtype), load_target(target, device, dtype), template.end_ids)
 
 
 def record_answers(prompts: Path, out: Path, target: str, max_new: int, batch: int) -> None:
     """Greedy answers of a target to a file of conversations."""
-    asked, where = conversations.read(prompts), target_directory(target)
-    template = ChatTemplate.load(where)
-    record(asked, plain_decoder(where, best_device(), torch.float32, template), template, out, max_new, batch)
+    asked, chosen = conversations.read(prompts), resolved(TargetConfig(where=target))
+    template = load_template(chosen)
+    record(asked, plain_decoder(chosen, best_device(), torch.float32, template), template, out, max_new, batch)
     say(f"{len(asked):,} conversations with answers in {out}")
 
 
@@ -227,7 +248,7 @@ def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
     """Plain, and speculative with this draft."""
     settings = run.recipe.eval
     dtype = dtype_of(settings.dtype, run.device)
-    plain = plain_decoder(run.where, run.device, dtype, run.template)
+    plain = plain_decoder(run.chosen, run.device, dtype, run.template)
     return plain, replace(plain, draft=draft.to(dtype), width=settings.width)
 
 
@@ -236,7 +257,12 @@ def evaluate_run(run: Run) -> dict[str, Any]:
     draft, step = run.best_draft()
     state, _ = checkpoint.read_state(run.folder, checkpoint.steps(run.folder)[-1])
     report = evaluate(*decoders(run, draft), evaluation_prompts(run), run.recipe.eval)
-    report |= {"step": step, "simulated_acceptance_length": round(state.best_acceptance_length, 4), "target": run.recipe.target, "draft": run.recipe.draft.kind}
+    report |= {
+        "step": step,
+        "simulated_acceptance_length": round(state.best_acceptance_length, 4),
+        "target": run.recipe.target.where,
+        "draft": run.recipe.draft.kind,
+    }
     show(report)
     write_report(run, report)
     return report

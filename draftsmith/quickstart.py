@@ -21,8 +21,9 @@ from draftsmith.core.types import FeatureBatch, Progress
 from draftsmith.data import bundled
 from draftsmith.eval.report import spread
 from draftsmith.features.pack import pack
-from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, target_directory, train, write_report
+from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, train, write_report
 from draftsmith.recipe import Recipe
+from draftsmith.target.config import TargetConfig
 from draftsmith.train.optim import apply, build
 
 RECIPE = Path(__file__).parent / "data" / "bundled" / "quickstart.yaml"
@@ -35,7 +36,7 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
     began = time.perf_counter()
     seconds: dict[str, float] = {}
     with stage("target", seconds):
-        target_directory(target)
+        resolved(TargetConfig(where=target))
     recipe = Path(run) / "run.yaml"
     if recipe.exists():
         say(f"continuing {recipe}")
@@ -63,9 +64,8 @@ def _with_data(target: str, run: str) -> Recipe:
     """The bundled recipe for this target. Another target than SmolLM2 first gives its own answers to the bundled prompts."""
     overrides = [f"run={run}", f"target={target}"]
     if target != "smollm2":
-        where = target_directory(target)
         own = Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE)))
-        decoder = plain_decoder(where, own.device, torch.float32, own.template)
+        decoder = plain_decoder(own.chosen, own.device, torch.float32, own.template)
         folder = cache_dir() / "answers" / own.target.fingerprint
         for split, count in (("train", OTHER_TARGET_PROMPTS), ("held-out", None)):
             asked = spread(bundled.prompts(split), count)
@@ -152,7 +152,7 @@ def _training_speeds(run: Run, batch: FeatureBatch) -> tuple[float, float]:
 def _prompt_seconds(run: Run) -> float:
     """Time to judge one held-out prompt: decoded in a batch, plainly and with drafts of which about one in `width` is accepted, and its share of the race."""
     settings = run.recipe.eval
-    plain = plain_decoder(run.where, run.device, dtype_of(settings.dtype, run.device), run.template)
+    plain = plain_decoder(run.chosen, run.device, dtype_of(settings.dtype, run.device), run.template)
 
     def seconds(rows: int, query: int) -> float:
         cache = plain.model.new_cache()

@@ -8,6 +8,7 @@ from draftsmith.drafts import AnyDraftConfig
 from draftsmith.eval.report import EvalConfig
 from draftsmith.export.write import ExportConfig
 from draftsmith.features.config import FeaturesConfig
+from draftsmith.target.config import TargetConfig
 from draftsmith.train.loop import TrainConfig
 
 
@@ -16,8 +17,8 @@ class Recipe(Config):
 
     run: str
     """Folder of the run: features, checkpoints, logs, report and export."""
-    target: str
-    """Target model: a Hugging Face checkpoint directory, or `smollm2`, which the quickstart installs."""
+    target: TargetConfig
+    """Target model."""
     data: DataConfig = DataConfig()
     """Conversations."""
     draft: AnyDraftConfig = AnyDraftConfig()

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -23,6 +23,14 @@ class Config(BaseModel):
     """Frozen settings that refuse unknown keys; the docstring under a field is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    shorthand: ClassVar[str | None] = None
+    """The field that a plain text stands for, where a mapping would say `{field: text}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if cls.shorthand is not None and isinstance(value, str) else value
 
 
 def load(kind: type[ConfigT], path: Path | str, overrides: Sequence[str] = ()) -> ConfigT:
@@ -52,7 +60,7 @@ def parse(kind: type[ConfigT], text: str, overrides: Sequence[str] = (), source:
         raise ValueError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{source}: expected `key: value` settings at the top level, got {type(data).__name__}")
-    given = [_apply(data, override) for override in overrides]
+    given = [_apply(kind, data, override) for override in overrides]
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -65,14 +73,19 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _apply(data: dict[str, Any], override: str) -> tuple[str, ...]:
+def _apply(kind: type[BaseModel], data: dict[str, Any], override: str) -> tuple[str, ...]:
     key, sign, value = override.partition("=")
     path = tuple(key.strip().split("."))
     if not sign or not all(path):
         raise ValueError(f"override {override!r}: expected key.sub=value, for example train.learning_rate=5e-4")
     node: Any = data
+    models = [kind]
     for part in path[:-1]:
         child = node.setdefault(part, {})
+        models = [m for model in models if part in model.model_fields for m in _models(model.model_fields[part].annotation)]
+        short = next((m.shorthand for m in models if issubclass(m, Config) and m.shorthand), None)
+        if short is not None and isinstance(child, str):
+            child = node[part] = {short: child}
         if not isinstance(child, dict):
             raise ValueError(f"override {override!r}: {part} is a single value, it has no keys below it")
         node = child

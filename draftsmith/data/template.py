@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -28,10 +29,14 @@ class ChatTemplate:
         self.tokenizer = tokenizer
 
     @staticmethod
-    def load(where: str) -> ChatTemplate:
-        """Load the tokenizer of a target. Raises ValueError without tokenizer or template."""
+    def load(where: str, revision: str | None = None) -> ChatTemplate:
+        """Load the tokenizer of a target: a directory, a GGUF file or a hub id. Raises ValueError without tokenizer or template."""
+        path = Path(where).expanduser()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(where)
+            if path.suffix.lower() == ".gguf":
+                tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(where, revision=revision or "main")
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"cannot load a tokenizer for target {where!r}: {error}") from error
         return ChatTemplate(tokenizer, where)
@@ -42,6 +47,16 @@ class ChatTemplate:
         Raises TemplateError when the template refuses the messages.
         """
         return list(self._render(messages, prompt, tokenize=True)["input_ids"])
+
+    def require_rows(self, rows: int, name: str) -> None:
+        """Raises ValueError when the tokenizer has ids that the target's head has no row for."""
+        highest = max(self.tokenizer.get_vocab().values())
+        if highest >= rows:
+            token = next(t for t, i in self.tokenizer.get_vocab().items() if i == highest)
+            raise ValueError(
+                f"the tokenizer of {name} has ids up to {highest:,} ({token!r}), and the target's head has only {rows:,} rows: they are of different "
+                "models, or tokens were added without resizing the model; use the tokenizer that belongs to the weights"
+            )
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from draftsmith.core.config import Config
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, StepOutput, TargetShape
 from draftsmith.target.weights import Target
 
@@ -62,6 +63,8 @@ class Draft(nn.Module, ABC):
 
     architecture: ClassVar[str]
     """Its name in the config.json that engines read."""
+    config_class: ClassVar[type[Config]]
+    """Its settings in a recipe; all have defaults."""
     layers: tuple[int, ...]
     """Captured decoder blocks."""
 

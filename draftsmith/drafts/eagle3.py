@@ -73,6 +73,7 @@ class Eagle3(Draft):
     """The draft model; tensor names are those of published checkpoints."""
 
     architecture = "LlamaForCausalLMEagle3"
+    config_class = Eagle3Config
     d2t: Tensor
     t2d: Tensor
     feature_scale: Tensor
@@ -119,8 +120,7 @@ class Eagle3(Draft):
         chosen = torch.sort(counts_V, descending=True, stable=True).indices[: self.config.vocab_size].sort().values
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()[chosen] = True
-        rows = target.rows(None, torch.float32)[chosen]
-        self.lm_head.weight.copy_(rows)
+        self.lm_head.weight.copy_(target.rows(None, torch.float32)[chosen] * target.rule.scale)
         self.norm.weight.copy_(target.norm_H.float())
         layers_NLH = batch.hidden_NF[batch.position_N > 0].float().unflatten(-1, (len(self.layers), -1))
         rms_L = layers_NLH.square().mean((0, 2)).sqrt()

@@ -54,8 +54,8 @@ class Capture:
         Raises ValueError when they differ: the target's family has a logit rule that Draftsmith does not know.
         """
         ids = sample.input_ids[None, :64].to(self.model.device)
-        own = self.model.model(input_ids=ids).logits[0].float()
-        ours = self.target.logits(self.model.run(ids).last_BQH[0]).float()[:, : own.shape[-1]]
+        own = self.model.own_logits(ids)[0].float().clamp(min=-1e6)
+        ours = self.target.logits(self.model.run(ids).last_BQH[0]).float()[:, : own.shape[-1]].clamp(min=-1e6)
         error = float((own - ours).abs().max() / own.abs().max().clamp(min=1e-6))
         if not error <= 0.02:
             raise ValueError(

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import GgufConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from draftsmith.core.env import prefer_grouped_attention
 from draftsmith.target.cache import growing_cache
+from draftsmith.target.families import blocks_of, head_of, model_class, speaker_of
+from draftsmith.target.place import GgufPlace, locate
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,27 @@ class TargetModel:
     """The frozen target in evaluation mode."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        name = type(model).__name__
         self.model = model.eval().requires_grad_(False)
-        self.body = model.get_decoder()
-        self.blocks = _blocks(model, self.body)
+        self.speaker = speaker_of(model, name)
+        """The part that takes token ids and returns logits: the model, or the text model inside a multi-modal wrapper."""
+        self.head = head_of(self.speaker, name)
+        self.blocks = blocks_of(self.speaker, name)
         self._alone = Lock()
         """Two live sources share one model, each with its thread: taps must not mix."""
 
     @staticmethod
-    def load(where: str, dtype: torch.dtype, device: str = "cpu") -> TargetModel:
-        """Load from a directory or hub id. Raises ValueError when it is not a causal language model."""
+    def load(where: str, dtype: torch.dtype, device: str = "cpu", revision: str | None = None) -> TargetModel:
+        """Load from a directory, a GGUF file or a hub id. Raises ValueError when it is not a causal language model."""
+        place = locate(where, revision)
+        kind = model_class(place.config(), place.name)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
-        except (OSError, ValueError) as error:
+            if isinstance(place, GgufPlace):
+                gguf: dict[str, Any] = {"gguf_file": place.file.name, "quantization_config": GgufConfig(dequantize=True)}
+                model = kind.from_pretrained(place.file.parent, dtype=dtype, **gguf)
+            else:
+                model = kind.from_pretrained(place.name, revision=revision or "main", dtype=dtype)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
         prefer_grouped_attention(device)
         return TargetModel(model.to(device))
@@ -70,17 +81,24 @@ class TargetModel:
         return growing_cache(len(self.blocks))
 
     @contextmanager
-    def _tapped(self, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    def _tapped(self, layers: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Outputs of the blocks, and what the head multiplies; the head itself gets no rows, so that no logits are computed."""
         outputs: list[Tensor] = []
+        multiplied: list[Tensor] = []
 
-        def keep(_module: nn.Module, _inputs: object, output: object) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)  # type: ignore[arg-type]
+        def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        def divert(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            multiplied.append(inputs[0])
+            return (inputs[0][..., :0, :],)
 
         handles = []
         try:
             for i in layers:
                 handles.append(self.blocks[i].register_forward_hook(keep))  # noqa: PERF401 - one that fails must not lose the others
-            yield outputs
+            handles.append(self.head.register_forward_pre_hook(divert))
+            yield outputs, multiplied
         finally:
             for handle in handles:
                 handle.remove()
@@ -99,15 +117,17 @@ class TargetModel:
             query, seen = mask_B1QT.shape[-2:]
             place = torch.arange(seen, device=mask_B1QT.device)
             mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
-        with self._alone, self._tapped(layers) as taps:
-            output = self.body(input_ids=ids_BQ, position_ids=position_BQ, attention_mask=mask_B1QT, cache=cache, use_cache=cache is not None)
-        return States(output.last_hidden_state, torch.cat(taps, dim=-1) if taps else None)
+        given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask_B1QT, "cache": cache}
+        with self._alone, self._tapped(layers) as (taps, multiplied):
+            self.speaker(input_ids=ids_BQ, use_cache=cache is not None, **{k: v for k, v in given.items() if v is not None})
+        if len(taps) != len(layers) or len(multiplied) != 1:
+            raise ValueError(
+                f"{type(self.speaker).__name__} ran {len(taps)} of {len(layers)} tapped blocks and its head {len(multiplied)} times in one pass; "
+                "a draft needs a target that runs each of its blocks, and its head, once"
+            )
+        return States(multiplied[0], torch.cat(taps, dim=-1) if taps else None)
 
-
-def _blocks(model: PreTrainedModel, body: nn.Module) -> nn.ModuleList:
-    """The list of decoder blocks: the one ModuleList with as many entries as the config has layers."""
-    count = model.config.get_text_config().num_hidden_layers
-    found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not found:
-        raise ValueError(f"{type(model).__name__}: no list of {count} decoder blocks found in {type(body).__name__}; it cannot be tapped")
-    return found[0]
+    def own_logits(self, ids_BQ: Tensor) -> Tensor:
+        """The model's own logits, `[B, Q, V]`: what `Target.logits` is compared with."""
+        with torch.inference_mode():
+            return self.speaker(input_ids=ids_BQ, use_cache=False).logits

@@ -1,31 +1,43 @@
 """`Target`: the frozen embedding, final norm and head of a checkpoint, read without building the model.
 
-Only the needed tensors are read, memory-mapped, in their stored dtype. No key needs to be named: with a head tensor on disk that one is the head;
-without one the embedding is, whatever the tie flag says.
+Which tensor is which is asked of transformers (`families.anatomy` names the model's parts, its own conversion rules name the file's tensors), so
+there is no key to know. Only the needed tensors are read, memory-mapped, in their stored dtype.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from draftsmith.core.types import TargetShape
+from draftsmith.target.families import Anatomy, LogitRule, anatomy, blocks_of, skeleton, speaker_of
+from draftsmith.target.finder import Finder, Keys, Part
+from draftsmith.target.place import Place, locate
+from draftsmith.target.tensors import Read
 
-_EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "embeddings.weight", "tok_embeddings.weight")
-_HEAD = ("lm_head.weight", "embed_out.weight", "output.weight")
-_NORM = ("model.norm.weight", "norm.weight", "ln_f.weight", "final_layernorm.weight", "final_layer_norm.weight", "norm_f.weight")
-_OTHER_RULES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "dim_model_base")
-"""Config keys of families whose logits are not `head @ last`; `TargetModel.check` refuses them until their rule is here."""
+
+@dataclass(frozen=True)
+class Found:
+    """What was found where, and why the head is the head: shown by `draftsmith inspect`."""
+
+    architecture: str
+    embedding: Part
+    head: Part
+    head_bias: Part | None
+    norm: Part | None
+    norm_rule: str
+    why: str
+    tied: bool
+    """The tie flag, as the model class reads it from whichever config holds it."""
+    read: Read
+    notes: tuple[str, ...]
 
 
 @dataclass
@@ -39,167 +51,168 @@ class Target:
     shape: TargetShape
     embedding_VH: Tensor
     head_VH: Tensor
+    bias_V: Tensor | None
     norm_H: Tensor
+    """What the normed state is multiplied with: the stored weight, plus 1 in families that store it so."""
+    rule: LogitRule
     tied: bool
-    fingerprint: str
-    _rows: tuple[Tensor | None, Tensor] | None = field(default=None, repr=False)
+    """Head and embedding are one tensor here."""
+    config: PreTrainedConfig
+    found: Found
+    finder: Finder = field(repr=False)
+    _rows: tuple[Tensor | None, Tensor, Tensor | None] | None = field(default=None, repr=False)
 
     @staticmethod
-    def load(where: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Target:
-        """Read from a directory.
+    def load(
+        where: str,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        revision: str | None = None,
+        head_from: str | None = None,
+        keys: Keys | None = None,
+    ) -> Target:
+        """Read from a directory, a GGUF file, or a hub id at a revision (only the files that hold the tensors are downloaded).
 
-        Raises ValueError when it does not exist, holds no weights, lacks the tensors (the closest keys are listed), or is
-        no causal language model; also when the logit rule of its family is not a plain product.
+        `head_from`: a checkpoint of the same model whose embedding, norm and head are read instead, for targets that hold them packed.
+        `keys`: names of tensors that overrule what was found.
+        Raises ValueError, with what was found and what to do, when there is no such place, no weights, a damaged file, a
+        tensor that is missing, packed, misshapen or not finite, or a family whose logits cannot be read off.
         """
-        require_directory(where)
-        folder = Path(where)
-        config = _config(folder)
-        files = _files(folder)
-        embedding = _pick(files, _EMBEDDING, "embedding")
-        head = _find(files, _HEAD)
-        norm = _pick(files, _NORM, "final norm")
-        embedding_VH = _read(files, embedding)
-        head_VH = embedding_VH if head is None else _read(files, head)
-        shape = _shape(config)
-        if embedding_VH.shape[1] != shape.hidden_size or head_VH.shape[1] != shape.hidden_size:
-            raise ValueError(
-                f"{where}: embedding {tuple(embedding_VH.shape)} and head {tuple(head_VH.shape)} do not fit hidden_size {shape.hidden_size} of config.json"
-            )
-        parts = [embedding_VH.to(device, dtype), head_VH.to(device, dtype), _read(files, norm).to(device, dtype)]
-        if head is None:
-            parts[1] = parts[0]
-        return Target(where, shape, *parts, tied=head is None, fingerprint=_fingerprint(config, files))
+        place = locate(where, revision)
+        config = place.config()
+        parts = anatomy(skeleton(config, place.name), place.name)
+        source = place if head_from is None else locate(head_from)
+        finder = Finder(source, parts, keys or Keys())
+        embedding, head, bias, norm, found = _find_all(finder, config, parts)
+        target = Target(place.name, shape_of(config, parts, head), embedding, head, bias, norm, parts.rule, head is embedding, config, found, finder)
+        for note in found.notes:
+            warnings.warn(f"{place.name}: {note}", stacklevel=2)
+        return target._moved(device, dtype)
+
+    def _moved(self, device: str, dtype: torch.dtype | None) -> Target:
+        embedding = self.embedding_VH.to(device, dtype)
+        head = embedding if self.tied else self.head_VH.to(device, dtype)
+        bias = None if self.bias_V is None else self.bias_V.to(device, dtype)
+        return replace(self, embedding_VH=embedding, head_VH=head, bias_V=bias, norm_H=self.norm_H.to(device, dtype))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells targets apart: their configuration and a sample of every tensor (a hub's commit instead, where most files are not here)."""
+        return self.finder.fingerprint(self.config)
 
     def embed(self, ids: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        """Rows of the embedding, in its stored dtype."""
+        """Rows of the embedding as stored, which is what serving engines hand to a draft; families that scale them do so in their own body."""
         return self.embedding_VH[ids]
 
     def logits(self, last: Float[Tensor, "*n H"], ids_D: Int[Tensor, " D"] | None = None) -> Float[Tensor, "*n D"]:
-        """The target's next-token logits, over all of its vocabulary or over `ids_D` alone, in the dtype of `last`."""
-        return last @ self.rows(ids_D, last.dtype).T
+        """The target's next-token logits under its own rule, over all of its vocabulary or over `ids_D` alone, in the dtype of `last`."""
+        rows, bias = self._selected(ids_D, last.dtype)
+        product = last @ rows.T
+        logits = self.rule(product if bias is None else product + bias)
+        if self.rule.banned:
+            banned = torch.tensor(self.rule.banned, device=logits.device)
+            hidden = torch.isin(torch.arange(self.shape.vocab_size, device=logits.device) if ids_D is None else ids_D, banned)
+            logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        return logits
 
     def rows(self, ids_D: Int[Tensor, " D"] | None, dtype: torch.dtype) -> Float[Tensor, "D H"]:
         """Rows of the head; the last selection is kept, since a draft always asks for the same one."""
+        return self._selected(ids_D, dtype)[0]
+
+    def _selected(self, ids_D: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         if ids_D is None and self.head_VH.dtype == dtype:
-            return self.head_VH
+            return self.head_VH[: self.shape.vocab_size], None if self.bias_V is None else self.bias_V[: self.shape.vocab_size]
         kept = self._rows
         if kept is None or kept[0] is not ids_D or kept[1].dtype != dtype:
-            self._rows = kept = (ids_D, (self.head_VH if ids_D is None else self.head_VH[ids_D]).to(dtype))
-        return kept[1]
+            wanted = slice(self.shape.vocab_size) if ids_D is None else ids_D
+            bias = None if self.bias_V is None else self.bias_V[wanted].to(dtype)
+            self._rows = kept = (ids_D, self.head_VH[wanted].to(dtype), bias)
+        return kept[1], kept[2]
 
 
-def require_directory(where: str) -> None:
-    """Raises ValueError, with the closest sibling, when a target is no directory."""
-    if not Path(where).is_dir():
-        raise ValueError(f"no such target: {where!r} is not a directory{_near(Path(where))}; expected a Hugging Face checkpoint directory")
+def _find_all(finder: Finder, config: PreTrainedConfig, parts: Anatomy) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Found]:
+    """Embedding, head, bias and norm under the head rule: a head on disk wins; without one the embedding is the head."""
+    notes: list[str] = []
+    embedding_part = finder.embedding()
+    embedding = finder.read(embedding_part)
+    head_part = finder.head(search_everywhere=not parts.tied)
+    if head_part is None:
+        _refuse_headless(finder.place, config, parts)
+        head, why = embedding, "no head tensor on disk: the embedding is the head" + ("" if parts.tied else ", although the tie flag is off")
+    else:
+        head, why = finder.read(head_part), "a head tensor on disk"
+        if parts.tied and head_part.key != embedding_part.key:
+            if head.shape == embedding.shape and torch.equal(head, embedding):
+                head, why = embedding, "the tie flag is set, and the head tensor on disk equals the embedding"
+            else:
+                notes.append(
+                    f"the tie flag is set, but {head_part.key} differs from {embedding_part.key}: the head tensor is used, as transformers does. "
+                    "SGLang and vLLM drop it and serve with the embedding: their logits are other ones until the flag is false"
+                )
+    bias_part = finder.head_bias() if head_part is not None or parts.head_bias else None
+    bias = None if bias_part is None else finder.read(bias_part)
+    norm_part = finder.norm()
+    norm = torch.ones(embedding.shape[1], dtype=embedding.dtype)
+    if norm_part is not None and parts.norm is not None:
+        norm = finder.read(norm_part) + parts.norm.offset
+    finder.check_shapes(embedding, head, bias)
+    found = Found(
+        architecture=parts.architecture,
+        embedding=embedding_part,
+        head=head_part or embedding_part,
+        head_bias=bias_part,
+        norm=norm_part,
+        norm_rule="none that is known" if parts.norm is None else parts.norm.describe(),
+        why=why,
+        tied=parts.tied,
+        read=finder.counted,
+        notes=tuple(notes),
+    )
+    return embedding, head, bias, norm, found
 
 
-def _near(folder: Path) -> str:
-    siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, siblings, n=1)
-    return f" (did you mean {folder.with_name(near[0])}?)" if near else ""
+def _refuse_headless(place: Place, config: PreTrainedConfig, parts: Anatomy) -> None:
+    """A body saved without its head, of a class that does not tie it: the embedding would be a wrong head."""
+    written = (config.architectures or [""])[0]
+    if not parts.tied and written.endswith("Model") and written != parts.architecture:
+        raise ValueError(
+            f"{place.name} was saved from {written}, which has no language-model head, and its config does not tie one to the embedding: give the "
+            f"checkpoint of {parts.architecture}, or target.head_key if it lies under another name"
+        )
 
 
-def _config(folder: Path) -> PreTrainedConfig:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no Hugging Face checkpoint: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}/config.json is not understood by the installed transformers: {error}") from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{folder}: {config.model_type} is an encoder-decoder; a draft needs a causal language model")
-    rules = [k for k in _OTHER_RULES if getattr(config.get_text_config(), k, None) not in (None, 1, 1.0, False)]
-    if rules:
-        raise ValueError(f"{folder}: the logit rule of {config.model_type} ({', '.join(rules)}) is not supported yet")
-    return config
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _weight_map(index)
-        missing = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if missing:
-            raise ValueError(f"{index} names {missing[0]}, which is not there ({len(missing)} missing): download it again")
-        return {key: folder / file for key, file in weight_map.items()}
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                files |= dict.fromkeys(opened.keys(), path)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file") from error
-    if not files:
-        raise ValueError(f"{folder} holds no weights: no *.safetensors file")
-    return files
-
-
-def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(key): str(file) for key, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged ({type(error).__name__}: {error}): download it again") from error
-
-
-def _find(files: Mapping[str, Path], names: tuple[str, ...]) -> str | None:
-    """The shortest key that ends in one of the names, in their order."""
-    for name in names:
-        found = sorted((k for k in files if k == name or k.endswith("." + name)), key=len)
-        found = [k for k in found if ".layers." not in k and "vision" not in k and ".h." not in k]
-        if found:
-            return found[0]
-    return None
-
-
-def _pick(files: Mapping[str, Path], names: tuple[str, ...], what: str) -> str:
-    key = _find(files, names)
-    if key is None:
-        near = difflib.get_close_matches(names[0], list(files), n=3, cutoff=0.3)
-        raise ValueError(f"no {what} found: looked for keys ending in {', '.join(names)}; closest keys: {', '.join(near) or 'none'}")
-    return key
-
-
-def _read(files: Mapping[str, Path], key: str) -> Tensor:
-    try:
-        with safe_open(files[key], framework="pt") as opened:
-            return opened.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{files[key]} cannot be read ({error}): it is truncated or lacks {key}; download it again") from error
-
-
-def _shape(config: PreTrainedConfig) -> TargetShape:
-    text = config.get_text_config()
-    rope = dict(text.rope_parameters or {})
-    if any(isinstance(v, dict) for v in rope.values()):
-        rope = dict(rope.get("full_attention") or next(v for v in rope.values() if isinstance(v, dict)))
-    ends = text.eos_token_id
+def shape_of(config: PreTrainedConfig, parts: Anatomy, head_VH: Tensor) -> TargetShape:
+    """The sizes that a draft is built from; what a family does not have (attention heads in a recurrent one) is what a usual one of its width would."""
+    text = speaker_of(parts.model, "").config.get_text_config(decoder=True)
+    hidden = getattr(text, "hidden_size", head_VH.shape[1])
+    heads = _first(text, ("num_attention_heads", "n_head"), max(1, hidden // 64))
+    ends = getattr(text, "eos_token_id", None)
     return TargetShape(
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        layers=text.num_hidden_layers,
-        heads=text.num_attention_heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        norm_eps=getattr(text, "rms_norm_eps", 1e-5),
-        max_positions=text.max_position_embeddings,
-        rope=rope or {"rope_type": "default", "rope_theta": 10000.0},
+        hidden_size=hidden,
+        vocab_size=min(head_VH.shape[0], parts.model.get_parameter(parts.head).shape[0]),
+        layers=len(blocks_of(speaker_of(parts.model, ""), "")),
+        heads=heads,
+        kv_heads=_first(text, ("num_key_value_heads",), heads),
+        head_dim=_first(text, ("head_dim",), hidden // heads),
+        intermediate_size=_first(text, ("intermediate_size",), 4 * hidden),
+        norm_eps=1e-5 if parts.norm is None else parts.norm.eps,
+        max_positions=_first(text, ("max_position_embeddings",), 4096),
+        rope=_rope(text),
         model_type=text.model_type,
-        bos_token_id=text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=ends[0] if isinstance(ends, list) else ends,
     )
 
 
-def _fingerprint(config: PreTrainedConfig, files: Mapping[str, Path]) -> str:
-    """Tells targets apart: their configuration, and the first row of every tensor."""
-    skipped = ("_name_or_path", "transformers_version", "dtype")
-    digest = hashlib.sha256(json.dumps({k: v for k, v in config.to_dict().items() if k not in skipped}, sort_keys=True, default=str).encode())
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as opened:
-            for key in sorted(opened.keys()):
-                row = opened.get_slice(key)[:1] if opened.get_slice(key).get_shape() else opened.get_tensor(key)
-                digest.update(key.encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _first(text: PreTrainedConfig, names: Sequence[str], otherwise: int) -> int:
+    values = (getattr(text, n, None) for n in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), otherwise)
+
+
+def _rope(text: PreTrainedConfig) -> dict[str, object]:
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    nested = [v for v in rope.values() if isinstance(v, dict)]
+    if nested:
+        rope = dict(rope["full_attention"] if isinstance(rope.get("full_attention"), dict) else nested[0])
+    return rope or {"rope_type": "default", "rope_theta": 10000.0}

@@ -47,7 +47,7 @@ def swapped(old: str, new: str) -> tuple[str, int]:
 
 def test_a_good_recipe_sets_what_it_says_and_defaults_the_rest() -> None:
     recipe = parse(Recipe, GOOD)
-    assert (recipe.run, recipe.target, recipe.train.seed, recipe.train.optimizer.learning_rate) == ("runs/x", "somewhere", 4, 0.001)
+    assert (recipe.run, recipe.target.where, recipe.train.seed, recipe.train.optimizer.learning_rate) == ("runs/x", "somewhere", 4, 0.001)
     assert recipe.draft.steps == ((0.0, 3),)
     assert recipe.train.steps == TrainConfig().steps
     assert recipe.draft.vocab_size == Eagle3Config().vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,6 @@ def test_the_check_passes_the_plain_rule(tiny_target: Path, samples: list[Sample
 
 
 def test_the_check_refuses_the_tensors_of_another_checkpoint(target_model: TargetModel, target: Target, samples: list[Sample]) -> None:
-    other = Target(target.name, target.shape, target.embedding_VH, target.head_VH.flip(0), target.norm_H, False, "other")
+    other = replace(target, head_VH=target.head_VH.flip(0), tied=False)
     with pytest.raises(ValueError, match="differ by"):
         Capture(target_model, other, FeatureSpec((1,))).check(samples[0])
