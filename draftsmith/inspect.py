@@ -57,9 +57,7 @@ def inspect(chosen: TargetConfig) -> dict[str, Any]:
         shape = target.shape
         found |= _read(target)
         if not target.found.tied and target.tied:
-            concerns.append(
-                "the tie flag is off and no head tensor is stored: an engine that goes by the flag looks for one; set tie_word_embeddings in config.json"
-            )
+            concerns.append("the tie flag is off and no head tensor is stored: an engine that goes by the flag misses one; set tie_word_embeddings to true")
     found["norm_rule"] = None if parts.norm is None else parts.norm.describe()
     found["logit_rule"] = parts.rule.describe(parts.head_bias is not None)
     tied = parts.tied if found["tied"] is None else found["tied"]
@@ -191,9 +189,7 @@ def _ends(template: ChatTemplate, concerns: list[str]) -> tuple[int, ...]:
         concerns.append(f"the chat template does not render a plain question and answer: {error}")
         return ()
     if not ends:
-        concerns.append(
-            "the tokenizer has no end-of-sequence token and the chat template ends a turn with no special token: answers run to their longest length"
-        )
+        concerns.append("neither the tokenizer nor the chat template has a token that ends a turn: answers run to their longest length")
     return ends
 
 
@@ -215,9 +211,7 @@ def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
         )
     scale = _embedding_scale(model)
     if scale is not None and scale != 1:
-        concerns.append(
-            f"the body multiplies embeddings by {scale:.6g}: a draft is given the stored rows, as serving engines do, and scales them by what it learns"
-        )
+        concerns.append(f"the body multiplies embeddings by {scale:.6g}: a draft is given the stored rows, as serving engines do")
     if model.window is not None:
         concerns.append(f"sliding-window attention ({model.window:,} tokens back): prompts are decoded one at a time here, so eval and answers take longer")
     if model.recurrent:
@@ -275,9 +269,7 @@ def _where(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("read from", found["head_from"]))
     if found["bytes_read"] is not None:
         whole = "" if found["bytes"] is None else f" of {_bytes(found['bytes'])}"
-        rows.append(
-            ("read", f"{_bytes(found['bytes_read'])}{whole}: {len(found['files_read'])} of {found['files']} {'file' if found['files'] == 1 else 'files'}")
-        )
+        rows.append(("read", f"{_bytes(found['bytes_read'])}{whole}, from {', '.join(Path(f).name for f in found['files_read'])}"))
     return rows
 
 
@@ -300,9 +292,8 @@ def _rope(rope: dict[str, Any] | None) -> str:
     if rope is None:
         return "no rotary positions (a draft has its own)"
     numbers = [(name, value) for name, value in rope.items() if isinstance(value, int | float)]
-    return ", ".join(
-        [f"rope {rope.get('rope_type', 'default')}", *(f"{name.removeprefix('rope_')} {f'{value:,}'.removesuffix('.0')}" for name, value in numbers)]
-    )
+    settings = [f"{name.removeprefix('rope_')} {f'{value:,}'.removesuffix('.0')}" for name, value in numbers]
+    return ", ".join([f"rope {rope.get('rope_type', 'default')}", *settings])
 
 
 def _costs(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -321,17 +312,11 @@ def _speech(tokenizer: dict[str, Any] | None) -> list[tuple[str, str]]:
     if tokenizer is None:
         return [("chat template", "none")]
     able = {name.replace("_", " "): on for name, on in tokenizer["chat_template"].items()}
-    said = [
-        f"{word}: {', '.join(names)}"
-        for word, names in (("yes", [n for n, on in able.items() if on]), ("no", [n for n, on in able.items() if not on]))
-        if names
-    ]
+    named = {word: ", ".join(name for name, on in able.items() if on is answer) for word, answer in (("yes", True), ("no", False))}
+    ends = ", ".join(tokenizer["ends_a_turn"]) or "nothing"
     return [
-        (
-            "tokens",
-            f"BOS {tokenizer['bos']}, EOS {tokenizer['eos']}, padding {tokenizer['pad']}; a turn ends with {', '.join(tokenizer['ends_a_turn']) or 'none'}",
-        ),
-        ("chat template", "; ".join(said)),
+        ("tokens", f"BOS {tokenizer['bos']}, EOS {tokenizer['eos']}, padding {tokenizer['pad']}; a turn ends with {ends}"),
+        ("chat template", "; ".join(f"{word}: {names}" for word, names in named.items() if names)),
     ]
 
 
