@@ -50,7 +50,11 @@ class Group(ABC):
 
     @abstractmethod
     def sample(self, key: str) -> bytes:
-        """The first row's bytes: enough to tell one training of a model from another."""
+        """The first row's bytes (of experts stacked in one tensor, the first one's): enough to tell one training of a model from another."""
+
+    @abstractmethod
+    def list_files(self) -> None:
+        """Add what the files hold and an index does not name."""
 
     @abstractmethod
     def read(self, key: str, read: Read) -> Tensor:
@@ -90,15 +94,20 @@ class Safetensors(Group):
         read.tensors += tensor.nbytes
         return tensor
 
+    def list_files(self) -> None:
+        for file in sorted(set(self.file_of.values())):
+            for key in self._opened(file).keys():  # noqa: SIM118 - no mapping
+                self.file_of.setdefault(key, file)
+
     def sample(self, key: str) -> bytes:
         part = self._slice(key)
-        return _bytes(part[:1] if part.get_shape() else part[:])
+        return _bytes(part[_FIRST[: max(1, len(part.get_shape()) - 1)]] if part.get_shape() else part[:])
 
     def _slice(self, key: str) -> Any:
         try:
             return self._opened(self.file_of[key]).get_slice(key)
         except SafetensorError as error:
-            raise ValueError(f"{self.name} says that {self.file_of[key]} holds {key!r}, and it does not ({error}): download both again") from error
+            raise ValueError(f"{self.place.name}/{self.name} says that {self.file_of[key]} holds {key!r}, and it does not ({error}): download both again") from error
 
 
 class PickledTensors(Group):
@@ -129,14 +138,19 @@ class PickledTensors(Group):
             self._loaded[file] = {str(k): v for k, v in inner.items() if isinstance(v, Tensor)}
         return self._loaded[file]
 
+    def list_files(self) -> None:
+        for file in sorted(set(self.file_of.values())):
+            for key in self._tensors(file):
+                self.file_of.setdefault(key, file)
+
     def sample(self, key: str) -> bytes:
         tensor = self._tensor(key)
-        return _bytes(tensor[:1] if tensor.ndim else tensor)
+        return _bytes(tensor[_FIRST[: max(1, tensor.ndim - 1)]] if tensor.ndim else tensor)
 
     def _tensor(self, key: str) -> Tensor:
         tensors = self._tensors(self.file_of[key])
         if key not in tensors:
-            raise ValueError(f"{self.name} says that {self.file_of[key]} holds {key!r}, and it does not: download both again")
+            raise ValueError(f"{self.place.name}/{self.name} says that {self.file_of[key]} holds {key!r}, and it does not: download both again")
         return tensors[key]
 
     def shape(self, key: str) -> tuple[tuple[int, ...], str]:
@@ -172,6 +186,9 @@ class Gguf(Group):
         tensor = self._tensors[key]
         return tuple(int(n) for n in reversed(tensor.shape)), str(tensor.tensor_type.name)
 
+    def list_files(self) -> None:
+        """All are listed."""
+
     def sample(self, key: str) -> bytes:
         return self._tensors[key].data[:1].tobytes()
 
@@ -187,6 +204,9 @@ class Gguf(Group):
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
         changed = processor.process(weights=values, name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
         return torch.from_numpy(changed.weights.copy())
+
+
+_FIRST = (slice(0, 1),) * 8
 
 
 def _bytes(tensor: Tensor) -> bytes:
