@@ -107,7 +107,8 @@ class Safetensors(Group):
         try:
             return self._opened(self.file_of[key]).get_slice(key)
         except SafetensorError as error:
-            raise ValueError(f"{self.place.name}/{self.name} says that {self.file_of[key]} holds {key!r}, and it does not ({error}): download both again") from error
+            said = f"{self.place.name}/{self.name} says that {self.file_of[key]} holds {key!r}, and it does not"
+            raise ValueError(f"{said} ({error}): download both again") from error
 
 
 class PickledTensors(Group):

@@ -13,6 +13,8 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM as Causal
+from transformers import AutoModelForImageTextToText as Multi
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -28,8 +30,6 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
 )
-from transformers import AutoModelForCausalLM as Causal
-from transformers import AutoModelForImageTextToText as Multi
 
 VOCAB, WIDTH = 61, 16
 SIZES: dict[str, Any] = {
