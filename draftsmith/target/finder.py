@@ -125,6 +125,11 @@ class Finder:
             )
         return tensor
 
+    def close(self) -> None:
+        """Let go of all files."""
+        for group in self.groups:
+            group.close()
+
     def check_shapes(self, embedding: Tensor, head: Tensor, bias: Tensor | None) -> None:
         """Raises ValueError when shapes disagree with what config.json says the model has."""
         given = {self.parts.embedding: embedding, self.parts.head: head} | ({} if bias is None else {str(self.parts.head_bias): bias})
@@ -141,11 +146,12 @@ class Finder:
         skipped = ("_name_or_path", "transformers_version", "dtype")
         digest = hashlib.sha256(json.dumps({k: v for k, v in config.to_dict().items() if k not in skipped}, sort_keys=True, default=str).encode())
         if isinstance(self.place, HubPlace):
-            digest.update(self.place.path("config.json").resolve().parent.name.encode())
+            digest.update(self.place.snapshot.commit.encode())
         else:
             for group in self.groups:
                 for key in sorted(group.file_of):
                     digest.update(key.encode() + group.sample(key))
+                group.close()
         return digest.hexdigest()[:16]
 
     def _part(self, what: str, parameter: str, given: str | None, order: list[Group]) -> Part | None:
