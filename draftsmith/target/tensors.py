@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -112,7 +113,7 @@ class Safetensors(Group):
             try:
                 self.opened[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
-                raise ValueError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file; download it again") from error
+                raise _unreadable(path, str(error)) from error
         return self.opened[file]
 
     def keys(self, file: str) -> list[str]:
@@ -180,18 +181,29 @@ class PickledTensors(Group):
 
 
 def _unpickled(path: Path) -> Any:
+    with path.open("rb") as file:
+        start = file.read(64)
     zipped = zipfile.is_zipfile(path)
+    if not start.startswith(b"\x80") and not zipped:
+        raise _unreadable(path, "its end is missing" if start.startswith(b"PK") else f"it starts with {start[:12]!r}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle protocol; what matters is refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # bytes from anywhere make the unpickler raise anything
+        if isinstance(error, pickle.UnpicklingError) and any(word in str(error) for word in ("GLOBAL", "Unsupported operand", "Can only build")):
             raise ValueError(
                 f"{path} holds pickled code, or objects other than tensors, and is not loaded: running it could do anything. Convert it to "
-                f"safetensors where you trust it ({_first_line(error)})"
+                f"safetensors where you trust it ({_first_line(str(error).rpartition('WeightsUnpickler error:')[2])})"
             ) from error
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}): it is truncated or no PyTorch file; download it again") from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}): it is truncated or no PyTorch file; download it again") from error
+        raise _unreadable(path, _first_line(str(error) or type(error).__name__)) from error
+
+
+def _unreadable(path: Path, why: str) -> ValueError:
+    with path.open("rb") as file:
+        pointer = file.read(64).startswith(b"version https://git-lfs")
+    advice = "it is a Git LFS pointer, not the file: git lfs pull" if pointer else "it is truncated or another kind of file; download it again"
+    return ValueError(f"{path} cannot be read ({why}): {advice}")
 
 
 class Gguf(Group):
@@ -251,8 +263,8 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0]
 
 
 def groups(place: Place) -> list[Group]:
