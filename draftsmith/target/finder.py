@@ -137,6 +137,11 @@ class Finder:
         self._require_finite(part, tensor)
         return tensor
 
+    def close(self) -> None:
+        """Let go of all files."""
+        for group in self.groups:
+            group.close()
+
     def _refuse_packed(self, part: Part, group: Group) -> None:
         if isinstance(self.place, GgufPlace):
             return

@@ -23,9 +23,10 @@ def fingerprint(config: PreTrainedConfig, places: Sequence[Place], checksum: int
     digest = hashlib.sha256(f"{json.dumps(settings, sort_keys=True, default=str)} {checksum}".encode())
     for place in places:
         if isinstance(place, HubPlace):
-            digest.update(place.path("config.json").resolve().parent.name.encode())
+            digest.update(place.snapshot.commit.encode())
             continue
         first = groups(place)[0]
         for key in sorted(first.file_of):
             digest.update(key.encode() + first.sample(key))
+        first.close()
     return digest.hexdigest()[:16]

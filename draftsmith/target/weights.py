@@ -89,6 +89,7 @@ class Target:
         places = (place,) if head_from is None else (place, locate(head_from))
         finder = Finder(places[-1], parts, keys or Keys(), None if head_from is None else place.name)
         embedding, head, bias, norm, found = _find_all(finder, config, parts)
+        finder.close()
         target = Target(place.name, shape_of(config, parts, head), embedding, head, bias, norm, parts.rule, head is embedding, config, found, places)
         for note in found.notes:
             warnings.warn(f"{place.name}: {note}", stacklevel=2)

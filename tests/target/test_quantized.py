@@ -224,3 +224,33 @@ def test_a_float8_embedding_without_a_head_is_read_once_and_shared(changed: Call
     assert torch.equal(target.embedding_VH, by_loop(stored, lambda r, _: scale[r, 0]))
     assert target.head_VH is target.embedding_VH
     assert target.found.read.tensors == V * H + V * 4 + H * 4
+
+
+# ---- GGUF ----
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "F16", "BF16"])
+def test_quantized_types_of_gguf_are_dequantized(kind: str, plain: Path, tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+
+    tensors = load_file(plain / "model.safetensors")
+    names = {EMBEDDING: "token_embd.weight", HEAD: "output.weight", "model.norm.weight": "output_norm.weight"}
+    names |= {"model.layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight"}
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    sizes = {"block_count": 4, "context_length": 512, "embedding_length": H, "feed_forward_length": 48, "head_count": 4, "head_count_kv": 2, "vocab_size": V}
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
+    writer.add_layer_norm_rms_eps(1e-6)
+    stored = {}
+    for name, key in names.items():
+        as_type = GGMLQuantizationType.F32 if "norm" in key else GGMLQuantizationType[kind]
+        stored[key] = quantize(tensors[name].numpy(), as_type)
+        writer.add_tensor(key, stored[key], raw_dtype=as_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target = Target.load(str(tmp_path / "tiny.gguf"))
+    for found, key in ((target.embedding_VH, "token_embd.weight"), (target.head_VH, "output.weight")):
+        assert torch.equal(found, torch.from_numpy(dequantize(stored[key], GGMLQuantizationType[kind])))
+    assert torch.equal(target.norm_H, tensors["model.norm.weight"])
