@@ -48,13 +48,13 @@ class TargetModel:
     def load(where: str, dtype: torch.dtype, device: str = "cpu", revision: str | None = None) -> TargetModel:
         """Load from a directory, a GGUF file or a hub id. Raises ValueError when it is not a causal language model."""
         place = locate(where, revision)
-        kind = model_class(place.config(), place.name)
+        config = place.config()
+        kind = model_class(config, place.name)
         try:
+            name, arguments = place.pretrained
             if isinstance(place, GgufPlace):
-                gguf: dict[str, Any] = {"gguf_file": place.file.name, "quantization_config": GgufConfig(dequantize=True)}
-                model = kind.from_pretrained(place.file.parent, dtype=dtype, **gguf)
-            else:
-                model = kind.from_pretrained(place.name, revision=revision or "main", dtype=dtype)
+                arguments |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
+            model = kind.from_pretrained(name, dtype=dtype, **arguments)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
         prefer_grouped_attention(device)
@@ -76,8 +76,18 @@ class TargetModel:
         """Where its weights lie."""
         return next(self.model.parameters()).device
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether some blocks keep a running state (Mamba, linear attention) instead of keys and values of every token."""
+        return bool(getattr(self.speaker, "_is_stateful", False))
+
     def new_cache(self) -> Cache:
-        """An empty key-value cache for this model."""
+        """An empty key-value cache for this model. Raises ValueError for recurrent targets, whose state cannot take back tokens that were rejected."""
+        if self.recurrent:
+            raise ValueError(
+                f"{type(self.speaker).__name__} has recurrent blocks: their state cannot take back rejected tokens, so Draftsmith captures features of "
+                "this target and trains drafts for it, but cannot decode with it yet"
+            )
         return growing_cache(len(self.blocks))
 
     @contextmanager
