@@ -227,7 +227,7 @@ def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     """A page for people: names to the left, never broken; paths whole; then what could go wrong."""
     width = min(console.width, 110)
-    for line in [found["target"], _title(found), ""]:
+    for line in [found["target"], _wrapped("", _title(found), width), ""]:
         say(line)
     for name, text in [*_where(found), *_what(found), *_costs(found), *_speech(found["tokenizer"])]:
         say(_wrapped(f"{name:<14}", text, width))

@@ -19,6 +19,7 @@ from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
 from draftsmith.core.types import FeatureBatch, Progress
 from draftsmith.data import bundled
+from draftsmith.eval.answers import answer
 from draftsmith.eval.report import spread
 from draftsmith.features.pack import pack
 from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, train, write_report
@@ -43,7 +44,7 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
         planned = Run(load(Recipe, recipe))
     else:
         with stage("answers", seconds):
-            planned = Run(_with_data(target, run))
+            planned = Run(_with_data(target, run, 60 * minutes))
         planned = _plan(planned, 60 * minutes - (time.perf_counter() - began))
     with stage("capture", seconds):
         capture(planned)
@@ -60,18 +61,27 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
     return report
 
 
-def _with_data(target: str, run: str) -> Recipe:
-    """The bundled recipe for this target. Another target than SmolLM2 first gives its own answers to the bundled prompts."""
+def _with_data(target: str, run: str, budget: float) -> Recipe:
+    """The bundled recipe for this target. Another target than SmolLM2 first gives its own answers to bundled prompts, as many as fit its share of `budget`."""
     overrides = [f"run={run}", f"target={target}"]
     if target != "smollm2":
         own = Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE)))
-        decoder = plain_decoder(own.chosen, own.device, torch.float32, own.template)
         folder = cache_dir() / "answers" / own.target.fingerprint
-        for split, count in (("train", OTHER_TARGET_PROMPTS), ("held-out", None)):
-            asked = spread(bundled.prompts(split), count)
-            record(asked, decoder, own.template, folder / f"{split}.jsonl", own.recipe.data.max_answer, batch=32)
+        decoder, longest = plain_decoder(own.chosen, own.device, torch.float32, own.template), own.recipe.data.max_answer
+        asked = {split: bundled.prompts(split) for split in ("train", "held-out")}
+        clock = time.perf_counter()
+        answer(spread(asked["train"], ANSWER_BATCH), decoder, own.template, longest, ANSWER_BATCH, lambda _tokens: None)
+        counts = answerable(ANSWER_SHARE * budget, (time.perf_counter() - clock) / ANSWER_BATCH)
+        for split, count in counts.items():
+            record(spread(asked[split], count), decoder, own.template, folder / f"{split}.jsonl", longest, ANSWER_BATCH)
         overrides += [f"data.train={folder / 'train.jsonl'}", f"data.held_out={folder / 'held-out.jsonl'}"]
     return parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))
+
+
+def answerable(budget: float, each: float) -> dict[str, int]:
+    """Training and held-out prompts whose answers fit `budget` seconds, at `each` a prompt: six to one, and never fewer than training can use."""
+    prompts = int(budget / each)
+    return {"train": max(4 * ANSWER_BATCH, min(OTHER_TARGET_PROMPTS, prompts * 6 // 7)), "held-out": max(16, min(OTHER_TARGET_HELD_OUT, prompts // 7))}
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,10 @@ def fit(speeds: Speeds, budget: float, tokens: int, samples: int, held_out_token
     held_out = held_out_tokens / speeds.capture_tokens + VALIDATIONS * held_out_tokens / speeds.validated_tokens
     left = budget - judged * speeds.prompt - held_out - FIXED_SECONDS
     if left <= 0:
-        raise ValueError(f"{budget:.0f} s are too few on this machine: evaluation and held-out features alone take longer; give more --minutes")
+        raise ValueError(
+            f"{max(budget, 0):.0f} s are left of the budget, too few on this machine: evaluation and held-out features alone take {budget - left:.0f} s. "
+            "Give more --minutes; recorded answers are kept, so a second call has that time too"
+        )
     wanted = CAPTURE_SHARE * left * speeds.capture_tokens
     limit = max(8, min(samples, int(samples * wanted / tokens)))
     training = left - limit / samples * tokens / speeds.capture_tokens
@@ -175,7 +188,10 @@ VALIDATIONS = 2
 """Evaluations on held-out features during training; the better checkpoint is judged."""
 FIXED_SECONDS = 25.0
 """Loading models, checksums, checkpoints and the export."""
-OTHER_TARGET_PROMPTS = 600
-"""Training prompts that a target without recorded answers is asked."""
+OTHER_TARGET_PROMPTS, OTHER_TARGET_HELD_OUT = 600, 100
+"""Prompts that a target without recorded answers is asked at most."""
+ANSWER_SHARE = 0.35
+"""Share of the budget that recording its answers may take."""
+ANSWER_BATCH = 32
 TRIAL_SAMPLES = 12
 STEP_TRIALS = 8

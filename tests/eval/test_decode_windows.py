@@ -23,7 +23,8 @@ def loaded(folder: Path, window: int) -> tuple[TargetModel, Target, list[list[in
     torch.manual_seed(4)
     config = Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=512, initializer_range=0.4, sliding_window=window, bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+        max_position_embeddings=512, initializer_range=0.4, sliding_window=window, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        tie_word_embeddings=False,
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(folder)
     model = TargetModel.load(str(folder), torch.float32)
