@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ class Finder:
         if self.parts.head == self.parts.embedding:
             return embedding
         main = self._group_of[self.parts.embedding]
-        others = [g for g in self.groups if g is not main and (self.keys.head is not None or self._has_same(g, main, embedding))]
-        part = self._part("head", self.parts.head, self.keys.head, [main, *others])
+        others = (g for g in self.groups if g is not main and (self.keys.head is not None or self._has_same(g, main, embedding)))
+        part = self._part("head", self.parts.head, self.keys.head, chain([main], others))
         return self._part_unlisted(main) if part is None else part
 
     def head_bias(self, head: Part | None) -> Part | None:
@@ -196,7 +197,7 @@ class Finder:
 
     # ---- finding ----
 
-    def _part(self, what: str, parameter: str, given: str | None, order: list[Group]) -> Part | None:
+    def _part(self, what: str, parameter: str, given: str | None, order: Iterable[Group]) -> Part | None:
         for group in order:
             key = self._key(group, what, parameter) if given is None else given if given in group.file_of else None
             if key is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import pickle
 import re
 import warnings
@@ -124,7 +123,7 @@ class _Header:
 class Safetensors(Group):
     """One index and its shards, or files without an index.
 
-    Each tensor is mapped by itself: the library's reader maps a whole file as private memory, which the system refuses for a file larger than its memory.
+    The library checks a file and reads no tensor: it maps the whole file as private memory, which the system refuses for one larger than its memory.
     """
 
     def _opened(self, file: str) -> _Header:
@@ -176,14 +175,17 @@ _DTYPES = {
 
 
 def _mapped(path: Path, first: int, size: int) -> Tensor:
-    """Bytes of a file as a tensor that is paged in where it is looked at. Writing to it would not change the file."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    ahead = first % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), size + ahead, access=mmap.ACCESS_COPY, offset=first - ahead)
-    found = torch.frombuffer(memory, dtype=torch.uint8)[ahead:]
-    return found if ahead % 8 == 0 else found.clone()  # a header of odd length leaves tensors where no dtype fits
+    """Bytes of a file as a tensor, paged in where they are looked at. Writing to it would not change the file."""
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
+    except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
+        found = torch.empty(size, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(first)
+            file.readinto(found.numpy())
+        return found
+    found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
+    return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
 
 
 class PickledTensors(Group):
@@ -239,6 +241,8 @@ def _unpickled(path: Path) -> Any:
                 f"{path} holds pickled code, or objects other than tensors, and is not loaded: running it could do anything. Convert it to "
                 f"safetensors where you trust it ({_first_line(str(error).rpartition('WeightsUnpickler error:')[2])})"
             ) from error
+        if "unable to mmap" in str(error):
+            raise ValueError(f"{path} is larger than this machine can map ({path.stat().st_size / 1e9:,.0f} GB): convert it to safetensors") from error
         raise _unreadable(path, _first_line(str(error) or type(error).__name__)) from error
 
 
