@@ -30,6 +30,8 @@ from draftsmith.target.gguf_header import gguf_header
 from draftsmith.target.place import GgufPlace, HubPlace, Place
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)")
+_SAMPLE = 1 << 16
+"""Bytes of a row that are enough to tell one training from another."""
 _NO_WEIGHTS = re.compile(r"training_args|optimizer|scheduler|adapter|rng_state|random_states|scaler|tokenizer")
 """Leftovers of training beside the weights."""
 
@@ -158,7 +160,7 @@ class Safetensors(Group):
         first, end = part["data_offsets"]
         with header.path.open("rb") as file:
             file.seek(header.start + first)
-            return file.read((end - first) // max(1, math.prod(part["shape"][:-1])))
+            return file.read(min(_SAMPLE, (end - first) // max(1, math.prod(part["shape"][:-1]))))
 
     def _place(self, key: str) -> tuple[_Header, Any]:
         file = self.file_of[key]
@@ -202,8 +204,7 @@ class PickledTensors(Group):
         return list(self._tensors(file))
 
     def sample(self, key: str) -> bytes:
-        tensor = self._tensor(key)
-        return _bytes(_first_row(tensor))
+        return _first_row(self._tensor(key))
 
     def _tensor(self, key: str) -> Tensor:
         file = self.file_of[key]
@@ -306,14 +307,10 @@ class Gguf(Group):
         return values
 
 
-def _first_row(tensor: Tensor) -> Tensor:
+def _first_row(tensor: Tensor) -> bytes:
     while tensor.ndim > 1:
         tensor = tensor[0]
-    return tensor
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _first_line(text: str) -> str:
