@@ -237,14 +237,19 @@ def _unpickled(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about the pickle protocol; what matters is refused below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # bytes from anywhere make the unpickler raise anything
-        if isinstance(error, pickle.UnpicklingError) and any(word in str(error) for word in ("GLOBAL", "Unsupported operand", "Can only build")):
+        refused = [line for line in str(error).splitlines() if any(word in line for word in _CODE)]
+        if isinstance(error, pickle.UnpicklingError) and refused:
             raise ValueError(
                 f"{path} holds pickled code, or objects other than tensors, and is not loaded: running it could do anything. Convert it to "
-                f"safetensors where you trust it ({_first_line(str(error).rpartition('WeightsUnpickler error:')[2])})"
+                f"safetensors where you trust it ({refused[0].strip()})"
             ) from error
         if "unable to mmap" in str(error):
             raise ValueError(f"{path} is larger than this machine can map ({path.stat().st_size / 1e9:,.0f} GB): convert it to safetensors") from error
-        raise _unreadable(path, _first_line(str(error) or type(error).__name__)) from error
+        raise _unreadable(path, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+
+
+_CODE = ("GLOBAL", "Unsupported operand", "Can only build")
+"""What torch's unpickler says of anything but tensors."""
 
 
 def _unreadable(path: Path, why: str) -> ValueError:
@@ -311,10 +316,6 @@ def _first_row(tensor: Tensor) -> bytes:
     while tensor.ndim > 1:
         tensor = tensor[0]
     return tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0]
 
 
 def groups(place: Place) -> list[Group]:
