@@ -1,13 +1,12 @@
 """`draftsmith quickstart`: everything once, for a real target, within a time budget.
 
-How many conversations and how many steps fit the budget is derived here from speeds measured on this machine, printed, and kept in `run.yaml`; from then
-on the run is reproducible, and the same command continues a stopped one.
+What fits the budget is derived here from speeds measured on this machine, printed, and kept in `run.yaml`: how many conversations before capture, how many
+steps after it, when the time left is known. From then on the run is reproducible, and the same command continues a stopped one.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from draftsmith.answers import record
 from draftsmith.core.config import dump, load, parse
 from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
-from draftsmith.core.types import FeatureBatch, Progress
 from draftsmith.data import bundled
+from draftsmith.eval.answers import answer
 from draftsmith.eval.report import spread
-from draftsmith.features.pack import pack
-from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, train, write_report
+from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, source, train, write_report
 from draftsmith.recipe import Recipe
 from draftsmith.target.config import TargetConfig
-from draftsmith.train.optim import apply, build
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import Trainer
 
 RECIPE = Path(__file__).parent / "data" / "bundled" / "quickstart.yaml"
 CAPTURE_SHARE = 0.5
@@ -35,18 +34,25 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
     """Run all stages; leaves run.yaml, features, checkpoints, export and report.json in the run's folder."""
     began = time.perf_counter()
     seconds: dict[str, float] = {}
+
+    def left() -> float:
+        return 60 * minutes - (time.perf_counter() - began)
+
     with stage("target", seconds):
         resolved(TargetConfig(where=target))
     recipe = Path(run) / "run.yaml"
     if recipe.exists():
         say(f"continuing {recipe}")
-        planned = Run(load(Recipe, recipe))
+        planned, evaluation = Run(load(Recipe, recipe)), None
     else:
         with stage("answers", seconds):
-            planned = Run(_with_data(target, run))
-        planned = _plan(planned, 60 * minutes - (time.perf_counter() - began))
+            planned = Run(_with_data(target, run, left()))
+        planned, evaluation = _plan_capture(planned, left())
     with stage("capture", seconds):
         capture(planned)
+    if not checkpoint.steps(planned.folder):  # also of a run that was stopped before its first checkpoint: its steps were not fitted yet, or to less time
+        evaluation = _prompt_seconds(planned) * (planned.recipe.eval.prompts or 0) if evaluation is None else evaluation
+        planned = _plan_steps(planned, left() - evaluation)
     with stage("train", seconds):
         train(planned)
     with stage("evaluate", seconds):
@@ -60,50 +66,60 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
     return report
 
 
-def _with_data(target: str, run: str) -> Recipe:
-    """The bundled recipe for this target. Another target than SmolLM2 first gives its own answers to the bundled prompts."""
+def _with_data(target: str, run: str, budget: float) -> Recipe:
+    """The bundled recipe for this target; another than SmolLM2 first gives its own answers to bundled prompts, as many as fit its share of `budget`."""
     overrides = [f"run={run}", f"target={target}"]
     if target != "smollm2":
-        own = Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE)))
-        decoder = plain_decoder(own.chosen, own.device, torch.float32, own.template)
-        folder = cache_dir() / "answers" / own.target.fingerprint
-        for split, count in (("train", OTHER_TARGET_PROMPTS), ("held-out", None)):
-            asked = spread(bundled.prompts(split), count)
-            record(asked, decoder, own.template, folder / f"{split}.jsonl", own.recipe.data.max_answer, batch=32)
+        folder = _own_answers(Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))), ANSWER_SHARE * budget)
         overrides += [f"data.train={folder / 'train.jsonl'}", f"data.held_out={folder / 'held-out.jsonl'}"]
     return parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What was measured on this machine: captured tokens per second, seconds per training step, tokens per second of exact evaluation on
-    held-out features, and seconds to judge one held-out prompt by decoding."""
+def _own_answers(run: Run, budget: float) -> Path:
+    """Folder of the target's recorded answers; what an earlier call recorded is kept."""
+    folder = cache_dir() / "answers" / run.target.fingerprint
+    paths = {split: folder / f"{split}.jsonl" for split in ("train", "held-out")}
+    if not all(path.exists() for path in paths.values()):
+        decoder, longest = plain_decoder(run.chosen, run.device, torch.float32, run.template), run.recipe.data.max_answer
+        clock = time.perf_counter()
+        answer(spread(bundled.prompts("train"), ANSWER_BATCH), decoder, run.template, longest, ANSWER_BATCH, lambda _tokens: None)
+        counts = answerable(budget, (time.perf_counter() - clock) / ANSWER_BATCH)
+        for split, path in paths.items():
+            record(spread(bundled.prompts(split), counts[split]), decoder, run.template, path, longest, ANSWER_BATCH)
+    return folder
 
-    capture_tokens: float
-    step: float
-    validated_tokens: float
-    prompt: float
+
+def answerable(budget: float, each: float) -> dict[str, int]:
+    """Training and held-out prompts whose answers fit `budget` seconds, at `each` a prompt: six to one, and never fewer than training can use."""
+    prompts = int(budget / each)
+    return {"train": max(4 * ANSWER_BATCH, min(OTHER_TARGET_PROMPTS, prompts * 6 // 7)), "held-out": max(16, min(OTHER_TARGET_HELD_OUT, prompts // 7))}
 
 
-def fit(speeds: Speeds, budget: float, tokens: int, samples: int, held_out_tokens: int, prompts: int) -> dict[str, int]:
-    """Conversations, steps and held-out prompts that fit `budget` seconds.
+def fit_capture(rate: float, prompt: float, budget: float, tokens: int, samples: int, held_out_tokens: int, prompts: int) -> tuple[dict[str, int], float]:
+    """Training conversations to capture and held-out prompts to judge within `budget` seconds, and the seconds that judging will take.
 
-    Evaluation gets what all prompts need, at most `EVALUATE_SHARE`; held-out features come next; the rest is split between capture and training.
+    `rate`: captured tokens per second; `prompt`: seconds to judge one. Evaluation gets what all prompts need, at most `EVALUATE_SHARE`; held-out features
+    come next; of the rest capture gets `CAPTURE_SHARE`. Raises ValueError when nothing is left.
     """
-    judged = max(1, min(prompts, int(EVALUATE_SHARE * budget / speeds.prompt)))
-    held_out = held_out_tokens / speeds.capture_tokens + VALIDATIONS * held_out_tokens / speeds.validated_tokens
-    left = budget - judged * speeds.prompt - held_out - FIXED_SECONDS
-    if left <= 0:
-        raise ValueError(f"{budget:.0f} s are too few on this machine: evaluation and held-out features alone take longer; give more --minutes")
-    wanted = CAPTURE_SHARE * left * speeds.capture_tokens
-    limit = max(8, min(samples, int(samples * wanted / tokens)))
-    training = left - limit / samples * tokens / speeds.capture_tokens
-    steps = max(20, int(training / speeds.step))
-    return {"data.limit": limit, "train.steps": steps, "train.evaluate_every": -(-steps // VALIDATIONS), "eval.prompts": judged}
+    judged = max(1, min(prompts, int(EVALUATE_SHARE * budget / prompt)))
+    rest = budget - judged * prompt - held_out_tokens / rate - FIXED_SECONDS
+    if rest <= 0:
+        raise ValueError(
+            f"{max(budget, 0):.0f} s are left of the budget, too few on this machine: evaluation and held-out features alone take {budget - rest:.0f} s. "
+            "Give more --minutes; recorded answers are kept, so a second call has that time too"
+        )
+    limit = max(8, min(samples, int(samples * CAPTURE_SHARE * rest * rate / tokens)))
+    return {"data.limit": limit, "eval.prompts": judged}, judged * prompt
 
 
-def _plan(run: Run, budget: float) -> Run:
-    """Fit the recipe to the budget from measured speeds, and print the arithmetic."""
+def fit_steps(update: float, validated: float, budget: float, held_out_tokens: int) -> dict[str, int]:
+    """Training steps within `budget` seconds. `update`: seconds of one; `validated`: tokens per second of exact evaluation on held-out features."""
+    steps = max(20, int((budget - FIXED_SECONDS - VALIDATIONS * held_out_tokens / validated) / update))
+    return {"train.steps": steps, "train.evaluate_every": -(-steps // VALIDATIONS)}
+
+
+def _plan_capture(run: Run, budget: float) -> tuple[Run, float]:
+    """Fit conversations and prompts to the budget; also the seconds that evaluation will take."""
     began = time.perf_counter()
     say(f"measuring this machine: {torch.get_num_threads()} threads, training in {dtype_of(run.recipe.train.dtype, run.device)}")
     found, held_out = run.samples("train"), run.samples("held-out")
@@ -112,41 +128,30 @@ def _plan(run: Run, budget: float) -> Run:
     clock = time.perf_counter()
     trial = [maker(s) for s in spread(found, TRIAL_SAMPLES)]
     rate = sum(map(len, trial)) / (time.perf_counter() - clock)
-    speeds = Speeds(rate, *_training_speeds(run, pack(trial)), _prompt_seconds(run))
+    prompt = _prompt_seconds(run)
     budget -= time.perf_counter() - began
     tokens, held_out_tokens = (sum(map(len, samples)) for samples in (found, held_out))
-    chosen = fit(speeds, budget, tokens, len(found), held_out_tokens, len(run.conversations("held-out")))
-    say(
-        f"{speeds.capture_tokens:,.0f} captured tokens/s, {speeds.step:.2f} s a training step, {speeds.prompt:.2f} s to judge a prompt; "
-        f"in {budget:.0f} s: " + ", ".join(f"{key} = {value:,}" for key, value in chosen.items())
-    )
-    return Run(parse(Recipe, dump(run.recipe), [f"{key}={value}" for key, value in chosen.items()]))
+    chosen, evaluation = fit_capture(rate, prompt, budget, tokens, len(found), held_out_tokens, len(run.conversations("held-out")))
+    return _with(run, chosen, f"{rate:,.0f} captured tokens/s, {prompt:.2f} s to judge a prompt; {budget:.0f} s left"), evaluation
 
 
-def _training_speeds(run: Run, batch: FeatureBatch) -> tuple[float, float]:
-    """On a draft that is thrown away: seconds of an update, the mean over the schedules, scaled to full batches; and tokens per second of an exact
-    evaluation."""
-    recipe = run.recipe
+def _plan_steps(run: Run, budget: float) -> Run:
+    """Fit the steps to what is left, from updates of a draft that is thrown away."""
+    began = time.perf_counter()
+    learning, held_out = source(run, "train", None), source(run, "held-out", None)
     draft = run.new_draft()
-    draft.initialise(run.target, torch.bincount(batch.input_ids_N, minlength=run.target.shape.vocab_size), batch)
-    optimizer = build(draft, recipe.train.optimizer)
-    dtype = dtype_of(recipe.train.dtype, run.device)
-    fractions = [(i + 0.5) / STEP_TRIALS for i in range(STEP_TRIALS)]
-    seconds = 0.0
-    for i, fraction in enumerate([fractions[-1], *fractions]):
-        clock = time.perf_counter()
-        with torch.autocast(run.device, dtype=dtype, enabled=dtype != torch.float32):
-            output = draft(batch.to(run.device), run.target, Progress(fraction, i))
-        output.loss.num.backward()
-        computed = time.perf_counter()
-        apply(draft, optimizer, float(output.loss.den), 0.0, 1.0)
-        if i:  # the first one warms up
-            scale = recipe.train.batch_tokens / len(batch.input_ids_N)
-            seconds += (computed - clock) * scale * recipe.train.accumulate + time.perf_counter() - computed
-    clock = time.perf_counter()
-    with torch.no_grad():
-        draft(batch, run.target, Progress(1.0, exact=True))
-    return seconds / STEP_TRIALS, len(batch.input_ids_N) / (time.perf_counter() - clock)
+    some = learning.batch(spread(range(len(learning)), TRIAL_SAMPLES)).to(run.device)
+    draft.initialise(run.target, torch.bincount(some.input_ids_N, minlength=run.target.shape.vocab_size), some)
+    trainer = Trainer(run.folder, draft, run.target, learning, held_out, run.recipe.train, {})
+    update, validated = trainer.trial([(i + 0.5) / TRIAL_UPDATES for i in range(TRIAL_UPDATES)])
+    budget -= time.perf_counter() - began
+    chosen = fit_steps(update, validated, budget, sum(held_out.lengths))
+    return _with(run, chosen, f"{update:.2f} s an update; {budget:.0f} s left for training")
+
+
+def _with(run: Run, chosen: dict[str, int], measured: str) -> Run:
+    say(f"{measured}: " + ", ".join(f"{key} = {value:,}" for key, value in chosen.items()))
+    return Run(parse(Recipe, dump(run.recipe), [f"{key}={value}" for key, value in chosen.items()]))
 
 
 def _prompt_seconds(run: Run) -> float:
@@ -175,7 +180,10 @@ VALIDATIONS = 2
 """Evaluations on held-out features during training; the better checkpoint is judged."""
 FIXED_SECONDS = 25.0
 """Loading models, checksums, checkpoints and the export."""
-OTHER_TARGET_PROMPTS = 600
-"""Training prompts that a target without recorded answers is asked."""
+OTHER_TARGET_PROMPTS, OTHER_TARGET_HELD_OUT = 600, 100
+"""Prompts that a target without recorded answers is asked at most."""
+ANSWER_SHARE = 0.35
+"""Share of the budget that recording its answers may take."""
+ANSWER_BATCH = 32
 TRIAL_SAMPLES = 12
-STEP_TRIALS = 8
+TRIAL_UPDATES = 12

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ _LAST_NAMES = {
     "head bias": _HEADS,
     "final norm": ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm", "output_norm", "embedding_norm"),
 }
+_LAST_RESORT = {"final norm": ("token_embd_norm",)}
+"""Of LFM2's GGUF files; in BLOOM's it is another norm, beside the final one."""
 _ELSEWHERE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|talker|code2wav|token2wav|mtp|nextn|draft|eagle3?|medusa|codec|code_predictor)([._]|$)")
 """Parts of multi-modal and multi-token checkpoints that have embeddings, heads and norms of their own."""
 _NUMBERED = re.compile(r"\.\d+\.")
@@ -92,8 +95,8 @@ class Finder:
         if self.parts.head == self.parts.embedding:
             return embedding
         main = self._group_of[self.parts.embedding]
-        others = [g for g in self.groups if g is not main and (self.keys.head is not None or self._has_same(g, main, embedding))]
-        part = self._part("head", self.parts.head, self.keys.head, [main, *others])
+        others = (g for g in self.groups if g is not main and (self.keys.head is not None or self._has_same(g, main, embedding)))
+        part = self._part("head", self.parts.head, self.keys.head, chain([main], others))
         return self._part_unlisted(main) if part is None else part
 
     def head_bias(self, head: Part | None) -> Part | None:
@@ -196,7 +199,7 @@ class Finder:
 
     # ---- finding ----
 
-    def _part(self, what: str, parameter: str, given: str | None, order: list[Group]) -> Part | None:
+    def _part(self, what: str, parameter: str, given: str | None, order: Iterable[Group]) -> Part | None:
         for group in order:
             key = self._key(group, what, parameter) if given is None else given if given in group.file_of else None
             if key is not None:
@@ -236,7 +239,8 @@ class Finder:
         """The one key with a known last name in the right place; of several, the one of the right shape."""
         embedding = None if what == "embedding" else self._embedding_of(group)
         shape = tuple(self._state[parameter].shape) if parameter in self._state else None
-        near = [k for k in self._whole(group) if self._fits_name(k, what, group, embedding)]
+        choices = (_LAST_NAMES[what], _LAST_RESORT.get(what, ()))
+        near = next((found for names in choices if (found := [k for k in self._whole(group) if self._fits_name(k, what, names, group, embedding)])), [])
         fits = [k for k in near if k != plain_name(k) or shape is None or group.shape(k)[0] == shape] or near
         if len(fits) > 1:
             raise ValueError(f"{self.place.name}: {len(fits)} tensors could be the {what}: {', '.join(sorted(fits))}; {self._ask(parameter)}")
@@ -244,10 +248,10 @@ class Finder:
             self._refuse_unknown_form(group, embedding)
         return fits[0] if fits else None
 
-    def _fits_name(self, key: str, what: str, group: Group, embedding: str | None) -> bool:
+    def _fits_name(self, key: str, what: str, names: Sequence[str], group: Group, embedding: str | None) -> bool:
         path, _, kind = plain_name(key).rpartition(".")
         parent, _, last = path.rpartition(".")
-        if last not in _LAST_NAMES[what] or kind != ("bias" if what == "head bias" else "weight") or self._taken(key) or _ELSEWHERE.search(key):
+        if last not in names or kind != ("bias" if what == "head bias" else "weight") or self._taken(key) or _ELSEWHERE.search(key):
             return False
         return _holds_blocks(group.file_of, parent) if embedding is None else _leads_to(parent, embedding)
 

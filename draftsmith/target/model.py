@@ -141,11 +141,8 @@ class TargetModel:
         Of blocks that hand on several streams (hyper-connections) the output is their mean, which is what vLLM gives a draft of DeepSeek-V4.
         Raises ValueError for a target that does not run on token ids alone, or does not run its head or a tapped block once a pass.
         """
-        if mask_B1QT is not None and self.window is not None:
-            query, seen = mask_B1QT.shape[-2:]
-            place = torch.arange(seen, device=mask_B1QT.device)
-            mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
-        given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask_B1QT, "cache": cache}
+        mask = None if mask_B1QT is None else self._understood(mask_B1QT)
+        given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask, "cache": cache}
         with self._alone, self._tapped(layers) as (taps, multiplied):
             try:
                 self.speaker(input_ids=ids_BQ, use_cache=cache is not None, **{k: v for k, v in given.items() if v is not None})
@@ -169,6 +166,18 @@ class TargetModel:
         if len(streams) != 1:
             raise ValueError(f"{name} cannot be tapped: it gives {tuple(output.shape)} for ids {tuple(shape)}, expected one state, or several streams, a token")
         return output.mean(streams[0])
+
+    def _understood(self, mask_B1QT: Tensor) -> Tensor:
+        """A caller's mask, closed beyond the window, in the form that the model's attention takes."""
+        if self.window is not None:
+            query, seen = mask_B1QT.shape[-2:]
+            place = torch.arange(seen, device=mask_B1QT.device)
+            mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
+        if self.speaker.config.get_text_config()._attn_implementation != "eager":
+            return mask_B1QT
+        # Plain attention adds the mask to its scores; families with capped scores or sinks have no other.
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros(mask_B1QT.shape, dtype=dtype, device=mask_B1QT.device).masked_fill(~mask_B1QT, torch.finfo(dtype).min)
 
     def own_logits(self, ids_BQ: Tensor) -> Tensor:
         """The model's own logits, `[B, Q, V]`: what `Target.logits` is compared with."""

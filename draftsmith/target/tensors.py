@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import pickle
 import re
 import warnings
@@ -31,6 +30,8 @@ from draftsmith.target.gguf_header import gguf_header
 from draftsmith.target.place import GgufPlace, HubPlace, Place
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)")
+_SAMPLE = 1 << 16
+"""Bytes of a row that are enough to tell one training from another."""
 _NO_WEIGHTS = re.compile(r"training_args|optimizer|scheduler|adapter|rng_state|random_states|scaler|tokenizer")
 """Leftovers of training beside the weights."""
 
@@ -124,7 +125,7 @@ class _Header:
 class Safetensors(Group):
     """One index and its shards, or files without an index.
 
-    Each tensor is mapped by itself: the library's reader maps a whole file as private memory, which the system refuses for a file larger than its memory.
+    The library checks a file and reads no tensor: it maps the whole file as private memory, which the system refuses for one larger than its memory.
     """
 
     def _opened(self, file: str) -> _Header:
@@ -159,7 +160,7 @@ class Safetensors(Group):
         first, end = part["data_offsets"]
         with header.path.open("rb") as file:
             file.seek(header.start + first)
-            return file.read((end - first) // max(1, math.prod(part["shape"][:-1])))
+            return file.read(min(_SAMPLE, (end - first) // max(1, math.prod(part["shape"][:-1]))))
 
     def _place(self, key: str) -> tuple[_Header, Any]:
         file = self.file_of[key]
@@ -176,14 +177,17 @@ _DTYPES = {
 
 
 def _mapped(path: Path, first: int, size: int) -> Tensor:
-    """Bytes of a file as a tensor that is paged in where it is looked at. Writing to it would not change the file."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    ahead = first % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), size + ahead, access=mmap.ACCESS_COPY, offset=first - ahead)
-    found = torch.frombuffer(memory, dtype=torch.uint8)[ahead:]
-    return found if ahead % 8 == 0 else found.clone()  # a header of odd length leaves tensors where no dtype fits
+    """Bytes of a file as a tensor, paged in where they are looked at. Writing to it would not change the file."""
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
+    except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
+        found = torch.empty(size, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(first)
+            file.readinto(found.numpy())
+        return found
+    found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
+    return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
 
 
 class PickledTensors(Group):
@@ -200,8 +204,7 @@ class PickledTensors(Group):
         return list(self._tensors(file))
 
     def sample(self, key: str) -> bytes:
-        tensor = self._tensor(key)
-        return _bytes(_first_row(tensor))
+        return _first_row(self._tensor(key))
 
     def _tensor(self, key: str) -> Tensor:
         file = self.file_of[key]
@@ -234,12 +237,19 @@ def _unpickled(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about the pickle protocol; what matters is refused below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # bytes from anywhere make the unpickler raise anything
-        if isinstance(error, pickle.UnpicklingError) and any(word in str(error) for word in ("GLOBAL", "Unsupported operand", "Can only build")):
+        refused = [line for line in str(error).splitlines() if any(word in line for word in _CODE)]
+        if isinstance(error, pickle.UnpicklingError) and refused:
             raise ValueError(
                 f"{path} holds pickled code, or objects other than tensors, and is not loaded: running it could do anything. Convert it to "
-                f"safetensors where you trust it ({_first_line(str(error).rpartition('WeightsUnpickler error:')[2])})"
+                f"safetensors where you trust it ({refused[0].strip()})"
             ) from error
-        raise _unreadable(path, _first_line(str(error) or type(error).__name__)) from error
+        if "unable to mmap" in str(error):
+            raise ValueError(f"{path} is larger than this machine can map ({path.stat().st_size / 1e9:,.0f} GB): convert it to safetensors") from error
+        raise _unreadable(path, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+
+
+_CODE = ("GLOBAL", "Unsupported operand", "Can only build")
+"""What torch's unpickler says of anything but tensors."""
 
 
 def _unreadable(path: Path, why: str) -> ValueError:
@@ -302,18 +312,10 @@ class Gguf(Group):
         return values
 
 
-def _first_row(tensor: Tensor) -> Tensor:
+def _first_row(tensor: Tensor) -> bytes:
     while tensor.ndim > 1:
         tensor = tensor[0]
-    return tensor
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0]
+    return tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def groups(place: Place) -> list[Group]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,27 @@ class Trainer:
                 if stop and not last:
                     raise Interrupted(f"stopped at step {state.step:,} of {config.steps:,}; the checkpoint is saved, and the same command continues from it")
         return state
+
+    def trial(self, fractions: Sequence[float]) -> tuple[float, float]:
+        """Mean seconds of an update at these fractions of training, and tokens per second of exact evaluation, under the conditions of `fit`: the
+        same stream with its thread, the same determinism. It changes the draft: throw it away.
+        """
+        config = self.config
+        self.device = next(self.draft.parameters()).device
+        self.dtype = dtype_of(config.dtype, self.device.type)
+        self.optimizer = build(self.draft, config.optimizer)
+        stream = self.train.stream(config.batch_tokens, config.seed, 0)
+        with closing(stream), _deterministic(self.device):
+            self._update(stream, checkpoint.TrainState(step=int(fractions[-1] * config.steps)))  # warms up
+            began = time.perf_counter()
+            for fraction in fractions:
+                self._update(stream, checkpoint.TrainState(step=int(fraction * config.steps)))
+            updated = time.perf_counter()
+            batch = next(stream).to(self.device)
+            asked = time.perf_counter()
+            with torch.no_grad(), self._autocast():
+                self.draft(batch, self.target, Progress(1.0, exact=True))
+            return (updated - began) / len(fractions), len(batch.input_ids_N) / (time.perf_counter() - asked)
 
     def evaluate(self) -> dict[str, Ratio]:
         """Exact metrics on held-out features: every chain, all steps, acceptance as decoding would meet it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -226,13 +227,13 @@ def test_groups_open_nothing_until_they_are_asked(folder: Path, tensors: Tensors
 
 
 class Payload:
-    """Pickled, it makes a file when it is unpickled."""
+    """Pickled, it makes a directory when it is unpickled."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
+        return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("how", ["torch", "legacy", "pickle"])
@@ -247,7 +248,7 @@ def test_pickled_code_is_refused_and_not_run(how: str, folder: Path, tensors: Te
     found = refused(folder)
     assert str(path) in found
     assert "holds pickled code, or objects other than tensors, and is not loaded" in found
-    assert ("touch" in found) == (how != "pickle")
+    assert ("mkdir" in found) == (how != "pickle")
     assert not made.exists()
     torch.load(path, weights_only=False) if how != "pickle" else pickle.loads(path.read_bytes())
     assert made.exists()

@@ -146,13 +146,13 @@ def test_no_quantization_config_stops_the_loader(method: str, changed: Callable[
 def test_a_head_from_of_another_size_is_named(changed: Callable[..., Path], tmp_path: Path) -> None:
     folder = changed("packed", (HEAD,), packed("awq"))
     other = saved(LlamaConfig(**(SIZES | {"vocab_size": 101}), tie_word_embeddings=False), tmp_path / "other")
-    with pytest.raises(ValueError, match=r"other, given as target\.head_from: model\.embed_tokens\.weight is \(101, 32\).*packed/config\.json makes it \(97, 32\)"):
+    with pytest.raises(ValueError, match=r"other, given as target\.head_from: model\.embed_tokens\.weight is \(101, 32\).*packed/config\.json .*\(97, 32\)"):
         Target.load(str(folder), head_from=str(other))
 
 
 def test_a_head_from_that_is_packed_itself_is_named(changed: Callable[..., Path]) -> None:
     one, two = changed("one", (HEAD,), packed("awq")), changed("two", (HEAD,), packed("gptq"))
-    with pytest.raises(ValueError, match=r"two: lm_head\.qweight is packed \(GPTQ.*given as target\.head_from, which must be the unquantized checkpoint of .*one"):
+    with pytest.raises(ValueError, match=r"two: lm_head\.qweight is packed \(GPTQ.*given as target\.head_from, which must be the unquantized .*one"):
         Target.load(str(one), head_from=str(two))
 
 
@@ -192,7 +192,9 @@ def test_a_float8_head_is_dequantized_as_by_a_loop(dtype: torch.dtype, suffix: s
     scales = {"one": torch.tensor(0.37), "one in a list": torch.tensor([0.37]), "a row": torch.rand(V, generator=g) + 0.1}
     scales |= {"a row, in a column": scales["a row"][:, None], "a block": torch.rand(7, 2, generator=g) + 0.1}
     scale = scales[kind].contiguous()
-    at = {"a block": lambda r, c: scale[r // 16, c // 24]}.get(kind, (lambda r, _: scale.reshape(-1)[r]) if scale.numel() == V else lambda *_: scale.reshape(()))
+    at = {"a block": lambda r, c: scale[r // 16, c // 24]}.get(
+        kind, (lambda r, _: scale.reshape(-1)[r]) if scale.numel() == V else lambda *_: scale.reshape(())
+    )
     settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}} if kind == "a block" else {}
     target = Target.load(str(changed("fp8", (HEAD,), {HEAD: stored, HEAD + suffix: scale}, **settings)))
     assert target.head_VH.dtype == torch.bfloat16
@@ -229,7 +231,7 @@ def test_a_float8_embedding_without_a_head_is_read_once_and_shared(changed: Call
 # ---- GGUF ----
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
 def test_quantized_types_of_gguf_are_dequantized(kind: str, plain: Path, tmp_path: Path) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
 
