@@ -21,6 +21,7 @@ SHAPE = TargetShape(
     rope={"rope_type": "default", "rope_theta": 100.0}, bos_token_id=0, eos_token_id=1,
 )  # fmt: skip
 """heads x head_dim differs from the hidden size, and nothing else is equal either."""
+PLAIN = LogitRule()
 
 
 def spans() -> st.SearchStrategy[list[bool]]:
@@ -32,9 +33,7 @@ def spans() -> st.SearchStrategy[list[bool]]:
     )
 
 
-def random_target(
-    seed: int, dtype: torch.dtype = torch.float64, shape: TargetShape = SHAPE, rule: LogitRule = LogitRule(), bias: bool = False
-) -> Target:
+def random_target(seed: int, dtype: torch.dtype = torch.float64, shape: TargetShape = SHAPE, rule: LogitRule = PLAIN, bias: bool = False) -> Target:
     """Embedding and head differ; the head is flat enough that every token is some token's most likely one."""
     g = torch.Generator().manual_seed(seed)
     embedding, head = (torch.randn(shape.vocab_size, shape.hidden_size, generator=g, dtype=dtype) for _ in range(2))

@@ -14,8 +14,8 @@ from reference import Prediction, Reference
 from draftsmith.core.types import Features, FeatureSpec, Progress, Sample
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.features.pack import pack
-from draftsmith.target.families import LogitRule
 from draftsmith.target.capture import Capture
+from draftsmith.target.families import LogitRule
 
 some = settings(max_examples=30, deadline=None, derandomize=True)
 T, F = True, False
