@@ -22,10 +22,10 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
-    MllamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
     PhiConfig,
 )
-from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from draftsmith.data.template import ChatTemplate
 from draftsmith.pipeline import Run
@@ -194,9 +194,11 @@ def test_padded_rows_are_kept_as_they_are(tiny_target: Path, tmp_path: Path) -> 
 
 
 def test_a_head_with_fewer_rows_than_the_embedding_has_its_own_vocabulary(tmp_path: Path) -> None:
-    config = MllamaTextConfig(**{k: v for k, v in SIZES.items() if k not in ("initializer_range", "bos_token_id")}, cross_attention_layers=[])
+    text = {k: v for k, v in SIZES.items() if k not in ("initializer_range", "bos_token_id")} | {"cross_attention_layers": []}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "intermediate_size": 16, "image_size": 28}
+    vision |= {"patch_size": 14, "max_num_tiles": 1, "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]], "vision_output_dim": 32}
     torch.manual_seed(0)
-    MllamaForCausalLM(config).save_pretrained(tmp_path / "mllama")
+    MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision)).save_pretrained(tmp_path / "mllama")
     target, model = Target.load(str(tmp_path / "mllama")), TargetModel.load(str(tmp_path / "mllama"), torch.float32)
     assert (target.embedding_VH.shape[0], target.head_VH.shape[0], target.shape.vocab_size) == (105, 97, 97)
     ids = torch.tensor([[5, 104, 7]])
