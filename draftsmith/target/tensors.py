@@ -289,7 +289,8 @@ class Gguf(Group):
         kind = GGMLQuantizationType(tensor.ggml_type)
         values = dequantize(self._stored(key).reshape(*tensor.shape[:-1], -1), kind)
         plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
-        return self._as_in_transformers(key, torch.from_numpy(np.array(values, np.float32))).to(plain)
+        values = values if values.flags.writeable else values.copy()  # plain numbers come as a view of the file
+        return self._as_in_transformers(key, torch.from_numpy(values)).to(plain)
 
     def _stored(self, key: str) -> np.ndarray:
         tensor = self._tensors[key]
@@ -303,12 +304,13 @@ class Gguf(Group):
         architecture = self._header.architecture
         if not is_gguf_arch_supported(architecture):
             processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
-            changed = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-            return torch.from_numpy(changed.weights.copy())
+            made = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+            return torch.from_numpy(np.ascontiguousarray(made.weights))
         for rule in get_gguf_conversion_mapping(architecture, self.place.config()):
             if isinstance(rule, WeightConverter) and any(re.search(p, key) for p in rule.source_patterns):
                 for operation in rule.operations:
-                    values = operation.convert({key: values}, [key], [key])[key]
+                    changed: Any = operation.convert({key: values}, [key], [key])
+                    values = changed[key]
         return values
 
 
