@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GgufConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from draftsmith.core.env import prefer_grouped_attention
 from draftsmith.target.cache import growing_cache
@@ -94,19 +95,56 @@ class TargetModel:
         """Where its weights lie."""
         return next(self.model.parameters()).device
 
-    @property
-    def recurrent(self) -> bool:
-        """Whether some blocks keep a running state (Mamba, linear attention) instead of keys and values of every token."""
-        return bool(getattr(self.speaker, "_is_stateful", False))
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why this target cannot be decoded with, from the kinds of cache layers that transformers gives it; None when nothing speaks against it."""
+        kinds = {type(layer) for layer in DynamicCache(config=self.speaker.config).layers}
+        if getattr(self.speaker, "_is_stateful", False) or any(issubclass(k, LinearAttentionCacheLayerMixin) for k in kinds):
+            return "has recurrent blocks, whose state cannot take back rejected tokens"
+        others = sorted(k.__name__ for k in kinds - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer})
+        return f"keeps more than keys and values of every token ({', '.join(others)})" if others else None
 
     def new_cache(self) -> Cache:
-        """An empty key-value cache for this model. Raises ValueError for recurrent targets, whose state cannot take back tokens that were rejected."""
-        if self.recurrent:
-            raise ValueError(
-                f"{type(self.speaker).__name__} has recurrent blocks: their state cannot take back rejected tokens, so Draftsmith captures features of "
-                "this target and trains drafts for it, but cannot decode with it yet"
-            )
-        return growing_cache(len(self.blocks))
+        """An empty key-value cache for this model. Raises ValueError for a target that cannot be decoded with."""
+        if self.obstacle is not None:
+            raise self._undecodable(self.obstacle)
+        return growing_cache()
+
+    def _undecodable(self, why: str) -> ValueError:
+        return ValueError(f"{type(self.speaker).__name__} {why}: Draftsmith captures its features and trains drafts for it, but cannot decode with it yet")
+
+    @cached_property
+    def together(self) -> bool:
+        """Whether prompts of unequal lengths can be decoded in one batch, tried out on a few tokens: some families number positions by themselves, or
+        take no mask of a caller.
+
+        Raises ValueError for a target that cannot be decoded with at all, because a pass in two parts differs from one in one.
+        """
+        cache, ids_T, length = self.new_cache(), torch.arange(1, 9, device=self.device), 5
+        place_T = torch.arange(len(ids_T), device=self.device)
+        alone = [self.run(ids_T[None, :n]).last_BQH[0] for n in (len(ids_T), length)]
+        try:
+            parts = [self.run(ids_T[None, p], position_BQ=place_T[None, p], cache=cache).last_BQH[0] for p in (place_T[:length], place_T[length:])]
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise self._undecodable(f"does not run with a cache ({error})") from error
+        if not _close(torch.cat(parts), alone[0]):
+            raise self._undecodable("gives other states with a cache and explicit positions than without")
+        mask = (place_T <= place_T[:, None]).expand(2, 1, -1, -1)
+        try:
+            both = self.run(ids_T.expand(2, -1), (), place_T.expand(2, -1), mask, self.new_cache()).last_BQH
+            gap = self.run(*self._with_a_gap(ids_T, length)).last_BQH[0]
+        except (ValueError, IndexError, RuntimeError):
+            return False
+        return _close(both[1, :length], alone[1]) and _close(gap, alone[0][length:])
+
+    def _with_a_gap(self, ids_T: Tensor, length: int) -> tuple[Tensor, tuple[int, ...], Tensor, Tensor, Cache]:
+        """The second part of a text behind places that hold nothing, as rows of a batch have them: arguments of `run`."""
+        cache, place_T = self.new_cache(), torch.arange(len(ids_T), device=self.device)
+        self.run(torch.cat((ids_T[:length], ids_T[:2]))[None], cache=cache)
+        left = len(ids_T) - length
+        seen = torch.cat((torch.ones(length), torch.zeros(2))).bool().expand(left, -1)
+        mask = torch.cat((seen.to(self.device), place_T[:left] <= place_T[:left, None]), dim=1)
+        return ids_T[None, length:], (), place_T[None, length:], mask[None, None], cache
 
     @contextmanager
     def _tapped(self, layers: Sequence[int]) -> Iterator[tuple[dict[int, list[Tensor]], list[Tensor]]]:
@@ -183,3 +221,9 @@ class TargetModel:
         """The model's own logits, `[B, Q, V]`: what `Target.logits` is compared with."""
         with torch.inference_mode():
             return self.speaker(input_ids=ids_BQ, use_cache=False).logits
+
+
+def _close(some: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding; another position or another mask differs by more."""
+    apart = float((some.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6))
+    return apart < (1e-3 if some.dtype == torch.float32 else 0.05)
