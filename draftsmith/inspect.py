@@ -118,7 +118,7 @@ def _sizes(shape: TargetShape, config: PreTrainedConfig, parts: Anatomy) -> dict
         "rope": dict(shape.rope) if getattr(config.get_text_config(decoder=True), "rope_parameters", None) else None,
         "embedding_scale": _embedding_scale(model),
         "window": model.window,
-        "decoding_obstacle": model.obstacle,
+        "recurrent": model.recurrent,
         "multimodal": model.speaker is not parts.model,
         "quantized": None if quantization is None else str(getattr(method, "value", method)),
     }
@@ -215,10 +215,8 @@ def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
         concerns.append(
             f"sliding-window attention ({model.window:,} tokens back): where answers may reach beyond it, prompts are decoded one by one, which is slower"
         )
-    if model.obstacle is not None:
-        concerns.append(
-            f"{parts.architecture} {model.obstacle}: features can be captured and a draft trained, but quickstart, answers and eval cannot decode with it yet"
-        )
+    if model.recurrent:
+        concerns.append("recurrent blocks: features can be captured and a draft trained, but quickstart, answers and eval cannot decode with this target yet")
     if model.speaker is not parts.model:
         concerns.append("a multi-modal model: its text part alone is run, so conversations with images or sound are not captured")
     if getattr(config, "quantization_config", None) is not None:

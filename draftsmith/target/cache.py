@@ -47,6 +47,6 @@ class GrowingLayer(DynamicLayer):
         self._buffers = None
 
 
-def growing_cache() -> Cache:
-    """An empty cache; it gets a layer for every attention that asks for one (in LongCat-Flash, two a block)."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
+def growing_cache(layers: int) -> Cache:
+    """An empty cache for a target with this many decoder blocks."""
+    return Cache(layers=[GrowingLayer() for _ in range(layers)])

@@ -23,7 +23,7 @@ def tokens(n: int, seed: int = 0, rows: int = B) -> Tensor:
 
 
 def caches() -> tuple[Cache, Cache]:
-    return growing_cache(), DynamicCache()
+    return growing_cache(6), DynamicCache()
 
 
 def both(target_model: TargetModel, ids: Tensor, pair: tuple[Cache, Cache]) -> None:
@@ -54,7 +54,7 @@ def test_token_by_token_beyond_the_room_equals_the_dynamic_cache(target_model: T
 
 def test_many_steps_equal_one_pass_without_a_cache(target_model: TargetModel) -> None:
     ids = tokens(3 * module._ROOM)
-    cache = growing_cache()
+    cache = growing_cache(6)
     stepped = torch.cat([target_model.run(ids[:, i : i + 6], cache=cache).last_BQH for i in range(0, ids.shape[1], 6)], dim=1)
     torch.testing.assert_close(stepped, target_model.run(ids).last_BQH, rtol=1e-4, atol=1e-4)
 
@@ -71,7 +71,7 @@ def test_what_was_cropped_is_forgotten(target_model: TargetModel, crop: int) -> 
     for step in range(3):
         both(target_model, tokens(40, step + 1), pair)
     fresh = target_model.run(torch.cat([tokens(100)[:, :kept], *(tokens(40, s + 1) for s in range(3))], dim=1)).last_BQH[:, -1]
-    again = growing_cache()
+    again = growing_cache(6)
     target_model.run(tokens(100), cache=again)
     again.crop(crop)
     steps = [target_model.run(tokens(40, s + 1), cache=again).last_BQH for s in range(3)]
@@ -116,7 +116,7 @@ def test_selection_crop_and_growth_in_turn(target_model: TargetModel) -> None:
 
 
 def test_room_is_reused_and_keys_are_views_of_it(target_model: TargetModel) -> None:
-    cache = growing_cache()
+    cache = growing_cache(6)
     target_model.run(tokens(10), cache=cache)
     before = cache.layers[0].keys.data_ptr()
     for step in range(module._ROOM):
