@@ -172,6 +172,7 @@ def _fit(product: Tensor, logits: Tensor, pre: float | None) -> LogitRule | None
     if torch.allclose(y, scale * x, rtol=1e-5, atol=1e-6):
         return LogitRule(_rounded(scale), None, banned, pre)
     cap = float(y.abs().max())
+    scale = float((cap * torch.atanh(y[small].double() / cap) / x[small].double()).mean()) if cap > 0 else scale
     if cap > 0 and torch.allclose(y, cap * torch.tanh(scale * x / cap), rtol=1e-4, atol=1e-5):
         return LogitRule(_rounded(scale), _rounded(cap), banned, pre)
     return None
