@@ -181,11 +181,7 @@ def _mapped(path: Path, first: int, size: int) -> Tensor:
     try:
         storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
     except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
-        found = torch.empty(size, dtype=torch.uint8)
-        with path.open("rb") as file:
-            file.seek(first)
-            file.readinto(found.numpy().data)
-        return found
+        return torch.from_numpy(np.fromfile(path, np.uint8, size, offset=first))
     found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
     return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
 
@@ -289,7 +285,8 @@ class Gguf(Group):
         kind = GGMLQuantizationType(tensor.ggml_type)
         values = dequantize(self._stored(key).reshape(*tensor.shape[:-1], -1), kind)
         plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
-        return self._as_in_transformers(key, torch.from_numpy(np.array(values, np.float32))).to(plain)
+        values = values if values.flags.writeable else values.copy()  # plain numbers come as a view of the file
+        return self._as_in_transformers(key, torch.from_numpy(values)).to(plain)
 
     def _stored(self, key: str) -> np.ndarray:
         tensor = self._tensors[key]
@@ -303,12 +300,13 @@ class Gguf(Group):
         architecture = self._header.architecture
         if not is_gguf_arch_supported(architecture):
             processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
-            changed = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-            return torch.from_numpy(changed.weights.copy())
+            made = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+            return torch.from_numpy(np.ascontiguousarray(made.weights))
         for rule in get_gguf_conversion_mapping(architecture, self.place.config()):
             if isinstance(rule, WeightConverter) and any(re.search(p, key) for p in rule.source_patterns):
                 for operation in rule.operations:
-                    values = operation.convert({key: values}, [key], [key])[key]  # type: ignore[assignment]
+                    changed: Any = operation.convert({key: values}, [key], [key])
+                    values = changed[key]
         return values
 
 

@@ -45,7 +45,6 @@ SIZES: dict[str, Any] = {
     "logit_scale": 0.25, "logits_scaling": 4.0, "final_logit_softcapping": 3.0, "logits_soft_cap": 3.0, "output_logit_soft_cap": 3.0,
     "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "output_multiplier": 0.4, "logits_mup_width_multiplier": 4.0,
     "scale_emb": 3, "dim_model_base": 16, "unpadded_vocab_size": 93, "embedding_scale": 3.0,
-    "sliding_window": 4, "sliding_window_size": 4, "attention_window_size": 4, "window_size": 4, "local_attention": 4,
     # vision and sound
     "image_size": 16, "patch_size": 4, "num_channels": 3, "num_mel_bins": 8, "num_position_embeddings": 16, "num_filters": 4,
     "base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "latent_channels": 32, "codebook_size": 16, "num_embeddings": 16,
@@ -53,11 +52,21 @@ SIZES: dict[str, Any] = {
     "hidden_size_global": 32,
 }  # fmt: skip
 
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
+"""How far back blocks with a sliding window see."""
 FORCED = ("num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per_tok", "logit_scale", "final_logit_softcapping", "sliding_window")
 """Fields that are set although their default is None."""
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -75,12 +84,15 @@ FIXES: dict[str, dict[str, Any]] = {
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteTextConfig": {"use_sliding_window": False}, "Dots3NoteAudioConfig": {"adapter_input_size": 32}, "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 2]},
+    "Dots3NoteTextConfig": {"use_sliding_window": False}, "Dots3NoteAudioConfig": {"adapter_input_size": 32},
+    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 2]},
     "Emu3Config": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91}},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [16, 16], "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
     "FastVlmConfig": {"vision_config": _CLIP},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
+    "Gemma3TextConfig": {"layer_types": _WINDOWS},
     "Gemma3nTextConfig": {"layer_types": _WINDOWS, "num_kv_shared_layers": 2, "laurel_rank": 8, "intermediate_size": 48},
     "Gemma4AssistantConfig": {
         "text_config": {
@@ -92,7 +104,9 @@ FIXES: dict[str, dict[str, Any]] = {
     "Glm46VTextConfig": {"rope_parameters": _MROPE}, "Glm4vTextConfig": {"rope_parameters": _MROPE}, "GlmOcrTextConfig": {"rope_parameters": _MROPE},
     "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
     "Glm5NextTextConfig": {"qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 2},
-    "Granite4VisionConfig": {"vision_config": _CLIP | {"hidden_size": 64}, "deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "Granite4VisionConfig": {
+        "vision_config": _CLIP | {"hidden_size": 64}, "deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1],
+    },
     "GraniteMoeHybridConfig": {"layer_types": _MIXED},
     "HunYuanVLTextConfig": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 1, 1]}},
     "HYV4VLTextConfig": {"rope_parameters": _MROPE},
@@ -104,6 +118,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 16, "n_groups": 2},
     "Molmo2VisionConfig": {"image_size": [16, 16]}, "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": (8, 8, 16, 32), "depths": (1, 1, 1, 1)},
     "NemotronHConfig": {"n_groups": 2},
     "PaddleOCRTextConfig": {"rope_parameters": _MROPE},
@@ -121,7 +136,9 @@ FIXES: dict[str, dict[str, Any]] = {
     "UnlimitedOcrSamVisionConfig": {"downsample_channels": (32, 64)},
     "WavTokenizerEncoderConfig": {"codebook_dim": 32},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"attention_hidden_size": 64, "attention_head_dim": 16, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "ZambaConfig": {
+        "attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+    },
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 4},
     "ZayaConfig": {"num_experts_per_tok": 1},
     "xLSTMConfig": {"chunk_size": 64},
@@ -145,5 +162,46 @@ INNER = {
 }  # fmt: skip
 """Wrappers whose own forward demands an image, and where their text model is."""
 
-LISTS = ("layers", "h", "blocks", "block", "layer", "decoder.layers", "encoder.layer", "language_model.layers", "model.layers", "transformer.h", "transformer.blocks")
-"""Names of lists of decoder blocks, seen from what `get_decoder` gives."""
+SKIPPED = {"MllamaForCausalLM": (1,), "MllamaForConditionalGeneration": (1,)}
+"""Blocks that a pass without an image leaves out."""
+UNTAPPED = ("CpmAntForCausalLM", "ReformerModelWithLMHead", "XLNetLMHeadModel")
+"""Classes whose blocks give other rows than the tokens': of a prompt before them, of padding behind them, or one row a place and not one a text."""
+BOTH_WAYS = ("CpmAntForCausalLM", "ReformerModelWithLMHead", "XLNetLMHeadModel", "PaliGemmaForConditionalGeneration")
+"""Classes whose states of a text change with later tokens: prefixes attended both ways, permutations, hashing. Capture refuses them."""
+MIXED = (
+    "DeepseekV4ForCausalLM", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration", "Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration", "Gemma3nForCausalLM", "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "Inkling2LoopForCausalLM",
+    "Inkling2LoopForConditionalGeneration", "CpmAntForCausalLM", "ReformerModelWithLMHead",
+)  # fmt: skip
+"""Classes that mix several states between the last block and the final norm."""
+
+LISTS = ("layers", "h", "blocks", "layer", "decoder.layers", "encoder.layer", "encoder.layers", "model.layers")
+"""Names of lists of decoder blocks, seen from a model's body."""
+
+NOT_CAUSAL = {
+    "DiffusionGemmaForBlockDiffusion": "fills in blocks of tokens together",
+    "Florence2ForConditionalGeneration": "encoder-decoder",
+    "Gemma4AssistantForCausalLM": "shared_kv_states",
+    "Gemma4UnifiedAssistantForCausalLM": "shared_kv_states",
+    "MusicgenForCausalLM": "4 heads",
+    "MusicgenMelodyForCausalLM": "4 heads",
+    "PI0ForConditionalGeneration": "no language-model head",
+    "PPFormulaNetForConditionalGeneration": "encoder-decoder",
+    "Pix2StructForConditionalGeneration": "encoder-decoder",
+    "T5Gemma2ForConditionalGeneration": "encoder-decoder",
+    "UdopForConditionalGeneration": "encoder-decoder",
+    "VisionEncoderDecoderModel": "encoder-decoder",
+}
+"""No causal language models over text, and what the refusal says: encoder-decoders, denoisers, actions, codebooks of sound, and draft models themselves."""
+REFUSED = {
+    "BltForCausalLM": "no one list of decoder blocks",
+    "DoryForCausalLM": "DoryLMHead",
+    "Gemma3ForConditionalGeneration-shieldgemma2": "are not in the files",
+    "HrmTextForCausalLM": "no one list of decoder blocks",
+    "IdeficsForVisionText2Text": "IdeficsDecoupledLinear",
+    "ProphetNetForCausalLM": "the logit rule of ProphetNetForCausalLM could not be read",
+    "XLMWithLMHeadModel": "no one list of decoder blocks",
+}
+"""Causal language models that are refused, and what the refusal says."""
+LIBRARIES = {"Gemma3nForConditionalGeneration": "timm", "InklingForConditionalGeneration": "scipy"}
+"""Classes that are not built without a library which is none of Draftsmith's."""
