@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from draftsmith.core.hub import snapshot
 from draftsmith.data.conversations import Message
 
 
@@ -34,9 +35,14 @@ class ChatTemplate:
         path = Path(where).expanduser()
         try:
             if path.suffix.lower() == ".gguf":
-                tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+                tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+            elif path.exists():
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             else:
-                tokenizer = AutoTokenizer.from_pretrained(where, revision=revision or "main")
+                found = snapshot(where.rstrip("/"), revision)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    found.repository, revision=found.commit, local_files_only=bool(found.unreachable), trust_remote_code=False
+                )
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"cannot load a tokenizer for target {where!r}: {error}") from error
         return ChatTemplate(tokenizer, where)

@@ -31,6 +31,8 @@ _LAST_NAMES = {
     "head": ("lm_head", "embed_out", "unembed", "output", "output_layer", "lm_output"),
     "final norm": ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm", "output_norm", "embedding_norm"),
 }
+_LAST_RESORT = {"final norm": ("token_embd_norm",)}
+"""Of LFM2's GGUF files; in BLOOM's it is another norm, beside the final one."""
 _ELSEWHERE = re.compile(r"vision|visual|image|audio|speech|talker|code2wav|mtp|nextn|draft|eagle|codec|\.\d+\.")
 """Parts of multi-modal and multi-token checkpoints that have embeddings, heads and norms of their own, and numbered blocks."""
 
@@ -125,6 +127,11 @@ class Finder:
             )
         return tensor
 
+    def close(self) -> None:
+        """Let go of all files."""
+        for group in self.groups:
+            group.close()
+
     def check_shapes(self, embedding: Tensor, head: Tensor, bias: Tensor | None) -> None:
         """Raises ValueError when shapes disagree with what config.json says the model has."""
         given = {self.parts.embedding: embedding, self.parts.head: head} | ({} if bias is None else {str(self.parts.head_bias): bias})
@@ -141,11 +148,12 @@ class Finder:
         skipped = ("_name_or_path", "transformers_version", "dtype")
         digest = hashlib.sha256(json.dumps({k: v for k, v in config.to_dict().items() if k not in skipped}, sort_keys=True, default=str).encode())
         if isinstance(self.place, HubPlace):
-            digest.update(self.place.path("config.json").resolve().parent.name.encode())
+            digest.update(self.place.snapshot.commit.encode())
         else:
             for group in self.groups:
                 for key in sorted(group.file_of):
                     digest.update(key.encode() + group.sample(key))
+                group.close()
         return digest.hexdigest()[:16]
 
     def _part(self, what: str, parameter: str, given: str | None, order: list[Group]) -> Part | None:
@@ -174,8 +182,9 @@ class Finder:
         if names is None:
             return None
         shape = tuple(self._state[parameter].shape) if parameter in self._state else None
-        free = [k for k in self._candidates(group) if _last_name(k) in names and self._name(k)[0] not in self._state]
-        fits = [k for k in free if shape is None or group.shape(k)[0] == shape]
+        free = [k for k in self._candidates(group) if self._name(k)[0] not in self._state]
+        named = [k for k in free if _last_name(k) in names] or [k for k in free if _last_name(k) in _LAST_RESORT.get(what, ())]
+        fits = [k for k in named if shape is None or group.shape(k)[0] == shape]
         if len(fits) > 1:
             raise ValueError(
                 f"{self.place.name}: {len(fits)} tensors could be the {what}: {', '.join(sorted(fits))}; say which with target.{what.split()[-1]}_key"

@@ -48,13 +48,13 @@ class TargetModel:
     def load(where: str, dtype: torch.dtype, device: str = "cpu", revision: str | None = None) -> TargetModel:
         """Load from a directory, a GGUF file or a hub id. Raises ValueError when it is not a causal language model."""
         place = locate(where, revision)
-        kind = model_class(place.config(), place.name)
+        config = place.config()
+        kind = model_class(config, place.name)
         try:
+            name, arguments = place.pretrained
             if isinstance(place, GgufPlace):
-                gguf: dict[str, Any] = {"gguf_file": place.file.name, "quantization_config": GgufConfig(dequantize=True)}
-                model = kind.from_pretrained(place.file.parent, dtype=dtype, **gguf)
-            else:
-                model = kind.from_pretrained(place.name, revision=revision or "main", dtype=dtype)
+                arguments |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
+            model = kind.from_pretrained(name, dtype=dtype, **arguments)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
         prefer_grouped_attention(device)

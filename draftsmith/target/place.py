@@ -6,9 +6,15 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from draftsmith.core.hub import Snapshot, snapshot
+from draftsmith.target.gguf_header import gguf_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -17,7 +23,6 @@ class Place(ABC):
     """Files of one target by name."""
 
     name: str
-    revision: str | None = None
 
     @abstractmethod
     def files(self) -> list[str]:
@@ -27,16 +32,24 @@ class Place(ABC):
     def path(self, file: str) -> Path:
         """A file on this machine, fetched if need be. Raises ValueError when it cannot be had."""
 
+    def has(self, file: str) -> bool:
+        """Whether it has a file; also one in a folder of its own."""
+        return file in self.files()
+
+    @property
+    def pretrained(self) -> tuple[str, dict[str, Any]]:
+        """What `from_pretrained` takes to load the same files: a name, and arguments."""
+        return self.name, {}
+
     def config(self) -> PreTrainedConfig:
         """The configuration, as the installed transformers understands it. Raises ValueError when it does not."""
-        present = self.files()
-        if "config.json" not in present:
-            raise ValueError(self._no_config(present))
-        folder = self.path("config.json").parent
+        if not self.has("config.json"):
+            raise ValueError(self._no_config(self.files()))
+        path = self.path("config.json")
         try:
-            return AutoConfig.from_pretrained(folder)
+            return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.name}/config.json is not understood by the installed transformers: {error}") from error
+            raise ValueError(_remote_code(self.name, path) or f"{self.name}/config.json is not understood by the installed transformers: {error}") from error
 
     def _no_config(self, present: list[str]) -> str:
         if "adapter_config.json" in present:
@@ -47,6 +60,9 @@ class Place(ABC):
             )
         if not present:
             return f"{self.name} is an empty directory; expected a Hugging Face checkpoint: config.json and weights"
+        gguf = sorted(f for f in present if f.lower().endswith(".gguf"))
+        if gguf:
+            return f"{self.name} has no config.json, and holds GGUF files: give the path of one of them, for example {self.name}/{gguf[0]}"
         return f"{self.name} is no Hugging Face checkpoint: it has no config.json (it holds {', '.join(sorted(present)[:4])})"
 
 
@@ -57,7 +73,13 @@ class LocalPlace(Place):
         self.name, self.folder = str(folder), folder
 
     def files(self) -> list[str]:
-        return [p.name for p in self.folder.iterdir() if p.is_file()]
+        try:
+            return [p.name for p in self.folder.iterdir() if p.is_file()]
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be listed ({error.strerror}): check its permissions") from error
+
+    def has(self, file: str) -> bool:
+        return (self.folder / file).is_file()
 
     def path(self, file: str) -> Path:
         found = self.folder / file
@@ -78,13 +100,12 @@ class GgufPlace(Place):
     def path(self, file: str) -> Path:
         return self.file.parent / file
 
+    @property
+    def pretrained(self) -> tuple[str, dict[str, Any]]:
+        return str(self.file.parent), {"gguf_file": self.file.name}
+
     def config(self) -> PreTrainedConfig:
-        try:
-            return AutoConfig.from_pretrained(self.file.parent, gguf_file=self.file.name)
-        except ImportError as error:
-            raise ValueError(f"{self.file}: reading GGUF needs an extra: pip install 'draftsmith[gguf]' ({error})") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{self.file} is not understood by the installed transformers as GGUF: {error}") from error
+        return gguf_config(self.file)
 
 
 class HubPlace(Place):
@@ -92,54 +113,24 @@ class HubPlace(Place):
 
     def __init__(self, repository: str, revision: str | None) -> None:
         self.name, self.revision = repository, revision
-        self._files: list[str] | None = None
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The repository at the commit that the revision is, asked once. Raises ValueError when it cannot be had."""
+        try:
+            return snapshot(self.name, self.revision)
+        except ValueError as error:
+            raise ValueError(f"no such target: {self.name!r} is not a directory{near(Path(self.name))}; as a hub id: {error}") from error
+
+    @property
+    def pretrained(self) -> tuple[str, dict[str, Any]]:
+        return self.name, {"revision": self.snapshot.commit, "local_files_only": bool(self.snapshot.unreachable)}
 
     def files(self) -> list[str]:
-        if self._files is None:
-            self._files = self._listed()
-        return self._files
+        return list(self.snapshot.files)
 
     def path(self, file: str) -> Path:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            return Path(hf_hub_download(self.name, file, revision=self.revision))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise ValueError(f"{self.name}: {file} is not in the local cache and cannot be downloaded ({_first_line(error)}). {self._cached_note()}") from error
-
-    def _listed(self) -> list[str]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
-
-        try:
-            return HfApi().list_repo_files(self.name, revision=self.revision)
-        except RevisionNotFoundError as error:
-            raise ValueError(f"{self.name} has no revision {self.revision!r} on the hub; give a branch, a tag or a commit that exists") from error
-        except RepositoryNotFoundError as error:
-            raise ValueError(f"no such target: {self.name!r} is neither a directory here nor a repository on the hub (or it is gated: log in first)") from error
-        except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-            cached = self._cached()
-            if "config.json" in cached:
-                return cached
-            raise ValueError(
-                f"no such target: {self.name!r} is not a directory{near(Path(self.name))}, and the hub cannot be reached "
-                f"({_first_line(error)}). {self._cached_note()}"
-            ) from error
-
-    def _cached(self) -> list[str]:
-        """Files of the cached snapshot of this revision."""
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(self.name, revision=self.revision, local_files_only=True))
-        except (OSError, ValueError):
-            return []
-        return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
-
-    def _cached_note(self) -> str:
-        cached = sorted(self._cached())
-        return f"Cached of it: {', '.join(cached)}." if cached else "Nothing of it is cached."
+        return self.snapshot.path(file)
 
 
 def locate(where: str, revision: str | None = None) -> Place:
@@ -156,8 +147,8 @@ def locate(where: str, revision: str | None = None) -> Place:
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"no such target: {where} is a file; expected a Hugging Face checkpoint directory, a .gguf file or a hub id")
         return GgufPlace(path)
-    if _HUB_ID.fullmatch(where) and not where.startswith("."):
-        return HubPlace(where, revision)
+    if _HUB_ID.fullmatch(where.rstrip("/")):
+        return HubPlace(where.rstrip("/"), revision)
     raise ValueError(f"no such target: {where!r} is not a directory{near(path)}; expected a Hugging Face checkpoint directory, a .gguf file or a hub id")
 
 
@@ -175,5 +166,17 @@ def _adapter_base(path: Path) -> str:
         return "(not named in adapter_config.json)"
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+def _remote_code(name: str, config: Path) -> str | None:
+    """The refusal of a family that exists as code inside the checkpoint only; None for others."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+        family, code = found.get("model_type"), ", ".join(sorted(str(v) for v in found["auto_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if family in CONFIG_MAPPING_NAMES:
+        return None
+    return (
+        f"{name}: model_type {family!r} is not known to the installed transformers; it exists as code inside the checkpoint only "
+        f"({code}), which is not run: it could do anything, and its head and logit rule would be guesses. "
+        "Update transformers if it knows the family by now, or give a checkpoint converted to a family that it knows"
+    )

@@ -85,6 +85,7 @@ class Target:
         source = place if head_from is None else locate(head_from)
         finder = Finder(source, parts, keys or Keys())
         embedding, head, bias, norm, found = _find_all(finder, config, parts)
+        finder.close()
         target = Target(place.name, shape_of(config, parts, head), embedding, head, bias, norm, parts.rule, head is embedding, config, found, finder)
         for note in found.notes:
             warnings.warn(f"{place.name}: {note}", stacklevel=2)
