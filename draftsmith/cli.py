@@ -10,16 +10,24 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from draftsmith.core.config import load
-from draftsmith.core.log import errors
+from draftsmith.core.log import Interrupted, errors
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, check and ship draft models for speculative decoding.\n\n"
-    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`.",
+    "Start with `draftsmith quickstart`; look at a target with `draftsmith inspect`. "
+    "The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`.",
 )  # fmt: skip
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that replace the recipe's: key.sub=value …", show_default=False)]
+
+
+@app.callback()
+def _before_every_command() -> None:
+    from draftsmith.core.env import keep_freed_memory
+
+    keep_freed_memory()
 
 
 def _run(recipe: Path, overrides: list[str] | None) -> Any:
@@ -53,7 +61,9 @@ def inspect(
 ) -> None:
     """What a target is: where its embedding, norm and head lie and why, its logit rule, what it costs to capture, and what could go wrong.
 
-    Reads three tensors, not the model. Example: draftsmith inspect Qwen/Qwen2.5-0.5B --json
+    Reads three tensors, not the model. Tensors that cannot be used end in exit code 2, below all that was found without them.
+
+    Example: draftsmith inspect Qwen/Qwen2.5-0.5B --json
     """
     from draftsmith import inspect as inspection
     from draftsmith.pipeline import resolved
@@ -65,6 +75,8 @@ def inspect(
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
     else:
         inspection.show(found)
+    if found["problem"] is not None:
+        raise ValueError(found["problem"])
 
 
 @app.command()
@@ -122,10 +134,6 @@ def export(
 
 def main() -> None:
     """Entry point: mistakes of the user end in one message and exit code 2, a stop by Ctrl-C in 130."""
-    from draftsmith.core.env import keep_freed_memory
-    from draftsmith.train.loop import Interrupted
-
-    keep_freed_memory()
     try:
         code = app(standalone_mode=False)
     except Interrupted as stopped:

@@ -57,8 +57,12 @@ def resolved(target: TargetConfig) -> TargetConfig:
 
 def load_target(target: TargetConfig, device: str, dtype: torch.dtype | None) -> Target:
     """Embedding, norm and head: the one loader, under the settings of a resolved target."""
-    keys = Keys(target.embedding_key, target.head_key, target.norm_key)
-    return Target.load(target.where, device, dtype, revision=target.revision, head_from=target.head_from, keys=keys)
+    return Target.load(target.where, device, dtype, revision=target.revision, head_from=target.head_from, keys=keys_of(target))
+
+
+def keys_of(target: TargetConfig) -> Keys:
+    """The tensor names that a user gave."""
+    return Keys(target.embedding_key, target.head_key, target.norm_key)
 
 
 def load_model(target: TargetConfig, device: str, dtype: torch.dtype) -> TargetModel:

@@ -17,6 +17,10 @@ console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+class Interrupted(Exception):
+    """Stopped by Ctrl-C or SIGTERM, with everything kept; the message says how to continue."""
+
+
 class Advance(Protocol):
     """Moves a progress bar on by `amount`; `note` is shown at its end."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -81,6 +82,32 @@ class ChatTemplate:
         if not text.startswith(before):
             raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
         return list(self.tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"])
+
+    def abilities(self) -> dict[str, bool]:
+        """What the template does beyond plain turns, seen from what it renders.
+
+        `system` and `tools` reach the prompt; `generation_prompt` opens the assistant's turn; `thinking` can be rendered or switched;
+        `generation_marks`: the assistant's text is marked by `{% generation %}` (training frameworks ask for it, Draftsmith does not).
+        """
+        mark = "\u241f"
+        user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": mark}
+        tool = {"type": "function", "function": {"name": mark, "description": mark, "parameters": {"type": "object", "properties": {}}}}
+        plain, opened = self._rendered([user]), self._rendered([user], add_generation_prompt=True)
+        switched = {self._rendered([user], add_generation_prompt=True, enable_thinking=on) for on in (False, True)}
+        return {
+            "system": mark in self._rendered([{"role": "system", "content": mark}, user]),
+            "tools": mark in self._rendered([user], tools=[tool]),
+            "generation_prompt": opened.startswith(plain) and len(opened) > len(plain),
+            "thinking": len(switched) > 1 or "<think>" in opened or mark in self._rendered([user, answer]),
+            "generation_marks": re.search(r"\{%-?\s*generation\b", str(self.tokenizer.chat_template)) is not None,
+        }
+
+    def _rendered(self, rows: list[dict[str, Any]], **options: Any) -> str:
+        """Text of the rendered messages; empty when the template refuses them."""
+        try:
+            return str(self.tokenizer.apply_chat_template(rows, tokenize=False, **options))
+        except (jinja2.TemplateError, ValueError, TypeError):
+            return ""
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

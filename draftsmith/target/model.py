@@ -76,8 +76,18 @@ class TargetModel:
         """Where its weights lie."""
         return next(self.model.parameters()).device
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether some blocks keep a running state (Mamba, linear attention) instead of keys and values of every token."""
+        return bool(getattr(self.speaker, "_is_stateful", False))
+
     def new_cache(self) -> Cache:
-        """An empty key-value cache for this model."""
+        """An empty key-value cache for this model. Raises ValueError for recurrent targets, whose state cannot take back tokens that were rejected."""
+        if self.recurrent:
+            raise ValueError(
+                f"{type(self.speaker).__name__} has recurrent blocks: their state cannot take back rejected tokens, so Draftsmith captures features of "
+                "this target and trains drafts for it, but cannot decode with it yet"
+            )
         return growing_cache(len(self.blocks))
 
     @contextmanager

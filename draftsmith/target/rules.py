@@ -41,12 +41,13 @@ class LogitRule:
         logits = product if self.scale == 1 else product * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def describe(self) -> str:
-        """One line for people."""
-        before = "last" if self.pre == 1 else f"({self.pre:g} x last)" if self.pre else "last (behind layers of its own)"
-        product = f"head @ {before}" if self.scale == 1 else f"{self.scale:g} x head @ {before}"
-        capped = product if self.cap is None else f"{self.cap:g} x tanh({product} / {self.cap:g})"
-        return capped + (f", {len(self.banned):,} ids never produced" if self.banned else "")
+    def describe(self, bias: bool = False) -> str:
+        """One line for people; `bias`: the head has one."""
+        product = "head @ last + bias" if bias else "head @ last"
+        scaled = product if self.scale == 1 else f"{self.scale:g} x ({product})" if bias else f"{self.scale:g} x {product}"
+        capped = scaled if self.cap is None else f"{self.cap:g} x tanh({scaled} / {self.cap:g})"
+        before = "" if self.pre == 1 else f"; last = {self.pre:g} x the normed state" if self.pre else "; last comes from layers behind the final norm"
+        return capped + before + (f"; {len(self.banned):,} ids are never produced" if self.banned else "")
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,39 @@ def _fit(product: Tensor, logits: Tensor, pre: float | None) -> LogitRule | None
     if cap > 0 and torch.allclose(y, cap * torch.tanh(scale * x / cap), rtol=1e-4, atol=1e-5):
         return LogitRule(_rounded(scale), _rounded(cap), banned, pre)
     return None
+
+
+class _Reached(Exception):
+    """The first block was called."""
+
+
+@torch.no_grad()
+def embedding_scale(body: nn.Module, embedding: nn.Module, first_block: nn.Module, inner: Sequence[nn.Module]) -> float | None:
+    """What a body multiplies embeddings with before its first block, read from its `forward` on the meta device like the logit rule.
+
+    `inner`: the body's children that compute nothing from embeddings alone (rotary positions, other blocks). None when it is not one factor.
+    """
+    known = torch.linspace(0.5, 1.5, 2 * embedding.weight.shape[1]).view(1, 2, -1)  # type: ignore[union-attr]
+    arrived: list[Any] = []
+
+    def arrive(*given: Any, **named: Any) -> None:
+        arrived.append(given[0] if given else named.get("hidden_states"))
+        raise _Reached
+
+    # An embedding that scales by itself keeps its factor on the meta device, and beside it as a plain number.
+    looked_up = known * float(getattr(embedding, "scalar_embed_scale", 1.0))
+    stubs: dict[nn.Module, Any] = {module: lambda *_given, **_named: (known, known) for module in inner}
+    try:
+        with _forwards(stubs | {embedding: lambda *_given: looked_up, first_block: arrive}):
+            body(input_ids=torch.ones(1, 2, dtype=torch.long))
+    except _Reached:
+        pass
+    except Exception:
+        return None
+    if not arrived or not isinstance(arrived[0], Tensor) or arrived[0].is_meta:
+        return None
+    factor = _pre(known, arrived[0])
+    return None if factor is None else _rounded(factor)
 
 
 def _rounded(value: float, digits: int = 7) -> float:

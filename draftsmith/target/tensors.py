@@ -8,6 +8,7 @@ nobody asks opens, and downloads, nothing.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import warnings
@@ -29,6 +30,8 @@ from draftsmith.target.gguf_header import gguf_header
 from draftsmith.target.place import GgufPlace, HubPlace, Place
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)")
+_SAMPLE = 1 << 16
+"""Bytes of a row that are enough to tell one training from another."""
 _NO_WEIGHTS = re.compile(r"training_args|optimizer|scheduler|adapter|rng_state|random_states|scaler|tokenizer")
 """Leftovers of training beside the weights."""
 
@@ -83,11 +86,17 @@ class Group(ABC):
 
     @abstractmethod
     def sample(self, key: str) -> bytes:
-        """The first row's bytes: enough to tell one training of a model from another."""
+        """The first row's bytes (of experts stacked in one tensor, the first one's): enough to tell one training of a model from another."""
 
     @abstractmethod
     def read(self, key: str, read: Read) -> Tensor:
         """One tensor in its stored dtype, counted. Raises ValueError for a missing or damaged file."""
+
+    def list_files(self) -> None:
+        """Add to `file_of` what the files hold and an index does not name."""
+        for file in sorted(set(self.file_of.values())):
+            for key in self.keys(file):
+                self.file_of.setdefault(key, file)
 
     def close(self) -> None:
         """Let go of all files; tensors that were read stay valid, and what is asked for later opens them again."""
@@ -104,43 +113,81 @@ class Group(ABC):
         return ValueError(f"{self.place.name}: {self.name} says that {file} holds {key!r}, and it does not: download both again")
 
 
-class Safetensors(Group):
-    """One index and its shards, or files without an index."""
+@dataclass(frozen=True)
+class _Header:
+    """A safetensors file's header: dtype, shape and place of every tensor; the places count from `start`."""
 
-    def _opened(self, file: str) -> Any:
+    path: Path
+    start: int
+    tensors: Mapping[str, Any]
+
+
+class Safetensors(Group):
+    """One index and its shards, or files without an index.
+
+    The library checks a file and reads no tensor: it maps the whole file as private memory, which the system refuses for one larger than its memory.
+    """
+
+    def _opened(self, file: str) -> _Header:
         if file not in self.opened:
             path = self.disk_path(file)
             try:
-                self.opened[file] = safe_open(path, framework="pt")
+                with safe_open(path, framework="numpy"), path.open("rb") as raw:  # the library checks that header and size agree
+                    size = int.from_bytes(raw.read(8), "little")
+                    self.opened[file] = _Header(path, 8 + size, json.loads(raw.read(size)))
             except (SafetensorError, OSError, ValueError) as error:
                 raise _unreadable(path, str(error)) from error
         return self.opened[file]
 
     def keys(self, file: str) -> list[str]:
-        return list(self._opened(file).keys())
+        return [k for k in self._opened(file).tensors if k != "__metadata__"]
 
     def shape(self, key: str) -> tuple[tuple[int, ...], str]:
-        part = self._slice(key)
-        return tuple(part.get_shape()), str(part.get_dtype())
+        part = self._place(key)[1]
+        return tuple(part["shape"]), part["dtype"]
 
     def read(self, key: str, read: Read) -> Tensor:
-        self._slice(key)
-        tensor = self._opened(self.file_of[key]).get_tensor(key)
-        with self.place.path(self.file_of[key]).open("rb") as file:
-            read.file(self.file_of[key], 8 + int.from_bytes(file.read(8), "little"))
-        read.tensors += tensor.nbytes
-        return tensor
+        header, part = self._place(key)
+        if part["dtype"] not in _DTYPES:
+            raise ValueError(f"{header.path}: {key} is stored as {part['dtype']}, which holds no plain numbers")
+        first, end = (header.start + n for n in part["data_offsets"])
+        read.file(self.file_of[key], header.start)
+        read.tensors += end - first
+        return _mapped(header.path, first, end - first).view(_DTYPES[part["dtype"]]).view(part["shape"])
 
     def sample(self, key: str) -> bytes:
-        part = self._slice(key)
-        return _bytes(part[:1] if part.get_shape() else part[:])
+        header, part = self._place(key)
+        first, end = part["data_offsets"]
+        with header.path.open("rb") as file:
+            file.seek(header.start + first)
+            return file.read(min(_SAMPLE, (end - first) // max(1, math.prod(part["shape"][:-1]))))
 
-    def _slice(self, key: str) -> Any:
+    def _place(self, key: str) -> tuple[_Header, Any]:
         file = self.file_of[key]
-        try:
-            return self._opened(file).get_slice(key)
-        except SafetensorError as error:
-            raise self.not_held(key, file) from error
+        header = self._opened(file)
+        if key not in header.tensors:
+            raise self.not_held(key, file)
+        return header, header.tensors[key]
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def _mapped(path: Path, first: int, size: int) -> Tensor:
+    """Bytes of a file as a tensor, paged in where they are looked at. Writing to it would not change the file."""
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
+    except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
+        found = torch.empty(size, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(first)
+            file.readinto(found.numpy())
+        return found
+    found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
+    return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
 
 
 class PickledTensors(Group):
@@ -157,8 +204,7 @@ class PickledTensors(Group):
         return list(self._tensors(file))
 
     def sample(self, key: str) -> bytes:
-        tensor = self._tensor(key)
-        return _bytes(tensor[:1] if tensor.ndim else tensor)
+        return _first_row(self._tensor(key))
 
     def _tensor(self, key: str) -> Tensor:
         file = self.file_of[key]
@@ -197,6 +243,8 @@ def _unpickled(path: Path) -> Any:
                 f"{path} holds pickled code, or objects other than tensors, and is not loaded: running it could do anything. Convert it to "
                 f"safetensors where you trust it ({refused[0].strip()})"
             ) from error
+        if "unable to mmap" in str(error):
+            raise ValueError(f"{path} is larger than this machine can map ({path.stat().st_size / 1e9:,.0f} GB): convert it to safetensors") from error
         raise _unreadable(path, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
 
 
@@ -264,8 +312,10 @@ class Gguf(Group):
         return values
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _first_row(tensor: Tensor) -> bytes:
+    while tensor.ndim > 1:
+        tensor = tensor[0]
+    return tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def groups(place: Place) -> list[Group]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from draftsmith.core.types import TargetShape
 from draftsmith.target.families import Anatomy, LogitRule, anatomy, blocks_of, skeleton, speaker_of
 from draftsmith.target.finder import Finder, Keys, Part
+from draftsmith.target.fingerprint import fingerprint
 from draftsmith.target.place import Place, locate
 from draftsmith.target.tensors import Read
 
@@ -37,6 +38,8 @@ class Found:
     tied: bool
     """The tie flag, as the model class reads it from whichever config holds it."""
     read: Read
+    checksum: int
+    """Of every bit of the tensors read, whatever dtype they are then held in."""
     notes: tuple[str, ...]
 
 
@@ -59,7 +62,8 @@ class Target:
     """Head and embedding are one tensor here."""
     config: PreTrainedConfig
     found: Found
-    finder: Finder = field(repr=False)
+    places: tuple[Place, ...] = field(repr=False)
+    """Where its weights lie: the checkpoint, then the one of head_from."""
     _rows: tuple[Tensor | None, Tensor, Tensor | None] | None = field(default=None, repr=False)
 
     @staticmethod
@@ -82,11 +86,11 @@ class Target:
         place = locate(where, revision)
         config = place.config()
         parts = anatomy(skeleton(config, place.name), place.name)
-        source = place if head_from is None else locate(head_from)
-        finder = Finder(source, parts, keys or Keys())
+        places = (place,) if head_from is None else (place, locate(head_from))
+        finder = Finder(places[-1], parts, keys or Keys(), None if head_from is None else place.name)
         embedding, head, bias, norm, found = _find_all(finder, config, parts)
         finder.close()
-        target = Target(place.name, shape_of(config, parts, head), embedding, head, bias, norm, parts.rule, head is embedding, config, found, finder)
+        target = Target(place.name, shape_of(config, parts, head), embedding, head, bias, norm, parts.rule, head is embedding, config, found, places)
         for note in found.notes:
             warnings.warn(f"{place.name}: {note}", stacklevel=2)
         return target._moved(device, dtype)
@@ -99,8 +103,8 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells targets apart: their configuration and a sample of every tensor (a hub's commit instead, where most files are not here)."""
-        return self.finder.fingerprint(self.config)
+        """Sixteen hex digits that tell targets apart, the same in every dtype that one is held in."""
+        return fingerprint(self.config, self.places, self.found.checksum)
 
     def embed(self, ids: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
         """Rows of the embedding as stored, which is what serving engines hand to a draft; families that scale them do so in their own body."""
@@ -137,27 +141,31 @@ def _find_all(finder: Finder, config: PreTrainedConfig, parts: Anatomy) -> tuple
     notes: list[str] = []
     embedding_part = finder.embedding()
     embedding = finder.read(embedding_part)
-    head_part = finder.head(search_everywhere=not parts.tied)
+    head_part = finder.head(embedding_part)
     if head_part is None:
         _refuse_headless(finder.place, config, parts)
-        head, why = embedding, "no head tensor on disk: the embedding is the head" + ("" if parts.tied else ", although the tie flag is off")
+        head, why = embedding, "no head tensor on disk: the embedding is the head"
+        if not parts.tied:
+            notes.append("the files hold no head and the tie flag is off: the embedding is used as the head. If the head was lost, give target.head_from")
+    elif head_part == embedding_part:
+        head, why = embedding, "the class has one tensor for both"
     else:
         head, why = finder.read(head_part), "a head tensor on disk"
-        if parts.tied and head_part.key != embedding_part.key:
-            if head.shape == embedding.shape and torch.equal(head, embedding):
-                head, why = embedding, "the tie flag is set, and the head tensor on disk equals the embedding"
-            else:
-                notes.append(
-                    f"the tie flag is set, but {head_part.key} differs from {embedding_part.key}: the head tensor is used, as transformers does. "
-                    "SGLang and vLLM drop it and serve with the embedding: their logits are other ones until the flag is false"
-                )
-    bias_part = finder.head_bias() if head_part is not None or parts.head_bias else None
+        if parts.tied and torch.equal(head, embedding):
+            head, why = embedding, "the tie flag is set, and the head tensor on disk equals the embedding"
+        elif parts.tied:
+            notes.append(
+                f"the tie flag is set, but {head_part.key} differs from {embedding_part.key}: the head tensor is used, as transformers does. "
+                "SGLang and vLLM drop it and serve with the embedding: their logits are other ones until the flag is false"
+            )
+    bias_part = finder.head_bias(head_part)
     bias = None if bias_part is None else finder.read(bias_part)
     norm_part = finder.norm()
     norm = torch.ones(embedding.shape[1], dtype=embedding.dtype)
-    if norm_part is not None and parts.norm is not None:
-        norm = finder.read(norm_part) + parts.norm.offset
-    finder.check_shapes(embedding, head, bias)
+    if norm_part is not None:
+        norm = finder.read(norm_part)
+        if parts.norm is not None and parts.norm.offset:
+            norm = norm.float() + parts.norm.offset  # in bfloat16 the sum would lose most of a small weight
     found = Found(
         architecture=parts.architecture,
         embedding=embedding_part,
@@ -168,6 +176,7 @@ def _find_all(finder: Finder, config: PreTrainedConfig, parts: Anatomy) -> tuple
         why=why,
         tied=parts.tied,
         read=finder.counted,
+        checksum=finder.checksum,
         notes=tuple(notes),
     )
     return embedding, head, bias, norm, found

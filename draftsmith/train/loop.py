@@ -19,7 +19,7 @@ from pydantic import StrictInt
 
 from draftsmith.core.config import Config, Positive
 from draftsmith.core.env import dtype_of
-from draftsmith.core.log import progress, say
+from draftsmith.core.log import Interrupted, progress, say
 from draftsmith.core.types import Progress, Ratio, StepOutput
 from draftsmith.drafts.base import Draft
 from draftsmith.features.source import Source
@@ -54,13 +54,6 @@ class TrainConfig(Config):
     """Checkpoints to keep besides the best."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs the extra `tensorboard`)."""
-
-
-class Interrupted(Exception):
-    """Stopped by Ctrl-C or SIGTERM after saving a checkpoint."""
-
-    def __init__(self, step: int, steps: int) -> None:
-        super().__init__(f"stopped at step {step:,} of {steps:,}; the checkpoint is saved, and the same command continues from it")
 
 
 @dataclass
@@ -107,7 +100,7 @@ class Trainer:
                 if evaluated or state.step % config.checkpoint_every == 0 or stop:
                     checkpoint.save_checkpoint(self.run, self.draft, self.optimizer, state, self.facts, config.keep)
                 if stop and not last:
-                    raise Interrupted(state.step, config.steps)
+                    raise Interrupted(f"stopped at step {state.step:,} of {config.steps:,}; the checkpoint is saved, and the same command continues from it")
         return state
 
     def trial(self, fractions: Sequence[float]) -> tuple[float, float]:
