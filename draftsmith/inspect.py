@@ -22,8 +22,9 @@ from draftsmith.target.config import TargetConfig
 from draftsmith.target.families import Anatomy, anatomy, owner_of, skeleton
 from draftsmith.target.finder import Finder, Part
 from draftsmith.target.model import TargetModel
-from draftsmith.target.place import LocalPlace, locate
+from draftsmith.target.place import HubPlace, locate
 from draftsmith.target.rules import embedding_scale
+from draftsmith.target.tensors import groups
 from draftsmith.target.weights import Target, shape_of
 
 
@@ -56,8 +57,6 @@ def inspect(chosen: TargetConfig) -> dict[str, Any]:
         concerns = list(target.found.notes)
         shape = target.shape
         found |= _read(target)
-        if not target.found.tied and target.tied:
-            concerns.append("the tie flag is off and no head tensor is stored: an engine that goes by the flag misses one; set tie_word_embeddings to true")
     found["norm_rule"] = None if parts.norm is None else parts.norm.describe()
     found["logit_rule"] = parts.rule.describe(parts.head_bias is not None)
     tied = parts.tied if found["tied"] is None else found["tied"]
@@ -72,8 +71,7 @@ def inspect(chosen: TargetConfig) -> dict[str, Any]:
 def _read(target: Target) -> dict[str, Any]:
     """Where the parts of a target lie that could be loaded."""
     found = target.found
-    files = {file for group in target.finder.groups for file in group.file_of.values()}
-    place = target.finder.place
+    place = target.places[-1]
     return {
         "embedding": _part(found.embedding),
         "head": _part(found.head) | {"why": found.why},
@@ -84,18 +82,19 @@ def _read(target: Target) -> dict[str, Any]:
         "rows": {"embedding": target.embedding_VH.shape[0], "head": target.head_VH.shape[0]},
         "files_read": found.read.files,
         "bytes_read": found.read.tensors + found.read.headers,
-        "files": len(files),
-        "bytes": sum(place.path(f).stat().st_size for f in files) if isinstance(place, LocalPlace) else None,
+        "bytes": None if isinstance(place, HubPlace) else sum(place.path(f).stat().st_size for f in set(groups(place)[0].file_of.values())),
     }
 
 
 def _unread(chosen: TargetConfig, parts: Anatomy) -> dict[str, Any]:
-    """As many parts as can be named without reading them."""
-    named: dict[str, Any] = dict.fromkeys(("embedding", "head", "head_bias", "norm", "tied", "rows", "files_read", "bytes_read", "files", "bytes"))
+    """As many parts as can be named without reading them: the first that cannot is what the problem is about."""
+    named: dict[str, Any] = dict.fromkeys(("embedding", "head", "head_bias", "norm", "tied", "rows", "files_read", "bytes_read", "bytes"))
     with suppress(ValueError):
-        finder = Finder(locate(chosen.head_from or chosen.where, None if chosen.head_from else chosen.revision), parts, keys_of(chosen))
-        named["embedding"] = _part(finder.embedding())
-        head = finder.head(search_everywhere=not parts.tied)
+        place = locate(chosen.where, chosen.revision) if chosen.head_from is None else locate(chosen.head_from)
+        finder = Finder(place, parts, keys_of(chosen))
+        embedding = finder.embedding()
+        named["embedding"] = _part(embedding)
+        head = finder.head(embedding)
         named["head"] = None if head is None else _part(head) | {"why": "a head tensor on disk"}
         norm = finder.norm()
         named["norm"] = None if norm is None else _part(norm)
@@ -213,7 +212,9 @@ def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
     if scale is not None and scale != 1:
         concerns.append(f"the body multiplies embeddings by {scale:.6g}: a draft is given the stored rows, as serving engines do")
     if model.window is not None:
-        concerns.append(f"sliding-window attention ({model.window:,} tokens back): prompts are decoded one at a time here, so eval and answers take longer")
+        concerns.append(
+            f"sliding-window attention ({model.window:,} tokens back): where answers may reach beyond it, prompts are decoded one by one, which is slower"
+        )
     if model.recurrent:
         concerns.append("recurrent blocks: features can be captured and a draft trained, but quickstart, answers and eval cannot decode with this target yet")
     if model.speaker is not parts.model:
@@ -226,7 +227,7 @@ def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
 def show(found: dict[str, Any]) -> None:
     """A page for people: names to the left, never broken; paths whole; then what could go wrong."""
     width = min(console.width, 110)
-    for line in [found["target"], _title(found), ""]:
+    for line in [found["target"], _wrapped("", _title(found), width), ""]:
         say(line)
     for name, text in [*_where(found), *_what(found), *_costs(found), *_speech(found["tokenizer"])]:
         say(_wrapped(f"{name:<14}", text, width))

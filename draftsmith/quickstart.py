@@ -17,6 +17,7 @@ from draftsmith.core.config import dump, load, parse
 from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
 from draftsmith.data import bundled
+from draftsmith.eval.answers import answer
 from draftsmith.eval.report import spread
 from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, source, train, write_report
 from draftsmith.recipe import Recipe
@@ -45,7 +46,7 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
         planned, evaluation = Run(load(Recipe, recipe)), None
     else:
         with stage("answers", seconds):
-            planned = Run(_with_data(target, run))
+            planned = Run(_with_data(target, run, left()))
         planned, evaluation = _plan_capture(planned, left())
     with stage("capture", seconds):
         capture(planned)
@@ -65,18 +66,33 @@ def quickstart(target: str, minutes: float, run: str) -> dict[str, Any]:
     return report
 
 
-def _with_data(target: str, run: str) -> Recipe:
-    """The bundled recipe for this target. Another target than SmolLM2 first gives its own answers to the bundled prompts."""
+def _with_data(target: str, run: str, budget: float) -> Recipe:
+    """The bundled recipe for this target; another than SmolLM2 first gives its own answers to bundled prompts, as many as fit its share of `budget`."""
     overrides = [f"run={run}", f"target={target}"]
     if target != "smollm2":
-        own = Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE)))
-        decoder = plain_decoder(own.chosen, own.device, torch.float32, own.template)
-        folder = cache_dir() / "answers" / own.target.fingerprint
-        for split, count in (("train", OTHER_TARGET_PROMPTS), ("held-out", None)):
-            asked = spread(bundled.prompts(split), count)
-            record(asked, decoder, own.template, folder / f"{split}.jsonl", own.recipe.data.max_answer, batch=32)
+        folder = _own_answers(Run(parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))), ANSWER_SHARE * budget)
         overrides += [f"data.train={folder / 'train.jsonl'}", f"data.held_out={folder / 'held-out.jsonl'}"]
     return parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))
+
+
+def _own_answers(run: Run, budget: float) -> Path:
+    """Folder of the target's recorded answers; what an earlier call recorded is kept."""
+    folder = cache_dir() / "answers" / run.target.fingerprint
+    paths = {split: folder / f"{split}.jsonl" for split in ("train", "held-out")}
+    if not all(path.exists() for path in paths.values()):
+        decoder, longest = plain_decoder(run.chosen, run.device, torch.float32, run.template), run.recipe.data.max_answer
+        clock = time.perf_counter()
+        answer(spread(bundled.prompts("train"), ANSWER_BATCH), decoder, run.template, longest, ANSWER_BATCH, lambda _tokens: None)
+        counts = answerable(budget, (time.perf_counter() - clock) / ANSWER_BATCH)
+        for split, path in paths.items():
+            record(spread(bundled.prompts(split), counts[split]), decoder, run.template, path, longest, ANSWER_BATCH)
+    return folder
+
+
+def answerable(budget: float, each: float) -> dict[str, int]:
+    """Training and held-out prompts whose answers fit `budget` seconds, at `each` a prompt: six to one, and never fewer than training can use."""
+    prompts = int(budget / each)
+    return {"train": max(4 * ANSWER_BATCH, min(OTHER_TARGET_PROMPTS, prompts * 6 // 7)), "held-out": max(16, min(OTHER_TARGET_HELD_OUT, prompts // 7))}
 
 
 def fit_capture(rate: float, prompt: float, budget: float, tokens: int, samples: int, held_out_tokens: int, prompts: int) -> tuple[dict[str, int], float]:
@@ -88,7 +104,10 @@ def fit_capture(rate: float, prompt: float, budget: float, tokens: int, samples:
     judged = max(1, min(prompts, int(EVALUATE_SHARE * budget / prompt)))
     rest = budget - judged * prompt - held_out_tokens / rate - FIXED_SECONDS
     if rest <= 0:
-        raise ValueError(f"{budget:.0f} s are too few on this machine: evaluation and held-out features alone take longer; give more --minutes")
+        raise ValueError(
+            f"{max(budget, 0):.0f} s are left of the budget, too few on this machine: evaluation and held-out features alone take {budget - rest:.0f} s. "
+            "Give more --minutes; recorded answers are kept, so a second call has that time too"
+        )
     limit = max(8, min(samples, int(samples * CAPTURE_SHARE * rest * rate / tokens)))
     return {"data.limit": limit, "eval.prompts": judged}, judged * prompt
 
@@ -161,7 +180,10 @@ VALIDATIONS = 2
 """Evaluations on held-out features during training; the better checkpoint is judged."""
 FIXED_SECONDS = 25.0
 """Loading models, checksums, checkpoints and the export."""
-OTHER_TARGET_PROMPTS = 600
-"""Training prompts that a target without recorded answers is asked."""
+OTHER_TARGET_PROMPTS, OTHER_TARGET_HELD_OUT = 600, 100
+"""Prompts that a target without recorded answers is asked at most."""
+ANSWER_SHARE = 0.35
+"""Share of the budget that recording its answers may take."""
+ANSWER_BATCH = 32
 TRIAL_SAMPLES = 12
 TRIAL_UPDATES = 12

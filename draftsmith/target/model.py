@@ -123,11 +123,8 @@ class TargetModel:
         cache: Cache | None = None,
     ) -> States:
         """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q."""
-        if mask_B1QT is not None and self.window is not None:
-            query, seen = mask_B1QT.shape[-2:]
-            place = torch.arange(seen, device=mask_B1QT.device)
-            mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
-        given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask_B1QT, "cache": cache}
+        mask = None if mask_B1QT is None else self._understood(mask_B1QT)
+        given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask, "cache": cache}
         with self._alone, self._tapped(layers) as (taps, multiplied):
             self.speaker(input_ids=ids_BQ, use_cache=cache is not None, **{k: v for k, v in given.items() if v is not None})
         if len(taps) != len(layers) or len(multiplied) != 1:
@@ -136,6 +133,18 @@ class TargetModel:
                 "a draft needs a target that runs each of its blocks, and its head, once"
             )
         return States(multiplied[0], torch.cat(taps, dim=-1) if taps else None)
+
+    def _understood(self, mask_B1QT: Tensor) -> Tensor:
+        """A caller's mask, closed beyond the window, in the form that the model's attention takes."""
+        if self.window is not None:
+            query, seen = mask_B1QT.shape[-2:]
+            place = torch.arange(seen, device=mask_B1QT.device)
+            mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
+        if self.speaker.config.get_text_config()._attn_implementation != "eager":
+            return mask_B1QT
+        # Plain attention adds the mask to its scores; families with capped scores or sinks have no other.
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros(mask_B1QT.shape, dtype=dtype, device=mask_B1QT.device).masked_fill(~mask_B1QT, torch.finfo(dtype).min)
 
     def own_logits(self, ids_BQ: Tensor) -> Tensor:
         """The model's own logits, `[B, Q, V]`: what `Target.logits` is compared with."""
