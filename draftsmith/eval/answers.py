@@ -28,7 +28,7 @@ def answer(
             for (i, _), d in zip(rows, decoded, strict=True):
                 ids = d.token_ids
                 text = template.text(ids)
-                states[i] = _insert(states[i], Message("assistant", text, tuple(ids), d.finish_reason))
+                states[i] = _insert(states[i], Message("assistant", text, token_ids=tuple(ids), finish_reason=d.finish_reason))
             done(sum(len(d.token_ids) for d in decoded))
 
 
