@@ -1,0 +1,53 @@
+"""For any conversation and every family: supervised is what the model writes, and before it stands what a server feeds."""
+
+from __future__ import annotations
+
+import pytest
+from families import FAMILIES, family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server import ENDS, Refused, turns
+from showing import runs
+
+from draftsmith.data.conversations import Conversation, Message
+from draftsmith.data.samples import samples_of
+from draftsmith.data.template import TemplateError
+
+letters = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=8)
+SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n")
+WORDS = ("yes", "No.", "42", "说中文", "مرحبا", "👩\u200d👩\u200d👧", "👍🏽", "e\u0301", "\u200d", "```py\nx = 1\n```")
+MARKS = (*sorted({end for end in ENDS.values() if end}), "<think>", "</think>", "<|im_start|>assistant\n", "[/INST]", "<|user|>", "<|assistant|>")
+pieces = st.sampled_from([*SPACES, *WORDS])
+typed = st.sampled_from(MARKS)
+answers = st.lists(pieces | letters, max_size=5).map("".join)
+questions = st.lists(pieces | letters | typed, max_size=5).map("".join)
+thoughts = st.none() | letters.filter(str.strip)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    """One to four turns, with and without a system prompt and thinking."""
+    system = [Message("system", draw(questions))] if draw(st.booleans()) else []
+    turns = draw(st.lists(st.tuples(questions, answers, thoughts), min_size=1, max_size=4))
+    talk = [m for asked, said, thought in turns for m in (Message("user", asked), Message("assistant", said, reasoning=thought))]
+    return Conversation("any", "k", (*system, *talk))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(deadline=None, max_examples=30)
+@given(conversation=conversations())
+def test_supervised_is_what_the_model_writes_behind_what_a_server_feeds(name: str, conversation: Conversation) -> None:
+    template = family(name)
+    try:
+        expected = turns(name, conversation)
+    except Refused:
+        with pytest.raises(TemplateError):
+            samples_of(conversation, template)
+        return
+    found = [(sample.input_ids.tolist(), run) for sample in samples_of(conversation, template) for run in runs(sample, template) if run.own]
+    expected = [turn for turn in expected if turn.text]
+    assert [run.text for _, run in found] == [turn.text for turn in expected]
+    for (ids, run), turn in zip(found, expected, strict=True):
+        fed = len(turn.prompt)
+        assert ids[:fed] == turn.prompt
+        assert template.tokenizer.decode(ids[fed : run.start]) == turn.block
