@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,7 +36,8 @@ ENDS = {
 """What a family's model writes last, from its documentation; "" where the next turn's header ends it."""
 COMPOSES = {"glm4", "gpt_oss", "llama3_1", "phi4", "qwen2_5", "qwen3", "qwen3_marked"}
 """Families whose vocabulary is Qwen's, which normalises to NFC."""
-EMPTY_THINKING = r"(\s*<think>\s*</think>\s*|)"
+EMPTY_THINKING = {"glm4": "\n<think></think>", "qwen3": "<think>\n\n</think>\n\n", "qwen3_marked": "<think>\n\n</think>\n\n"}
+"""What a server adds to the prompt when thinking is off; a template that renders it before an answer without thinking means the same."""
 
 
 class Refused(Exception):
@@ -78,13 +78,23 @@ def turns(name: str, conversation: Conversation) -> list[Turn]:
     found: list[Turn] = []
     for i, message in enumerate(conversation.messages):
         if message.role == "assistant":
-            before = conversation.messages[:i]
-            prompt, whole = rendered(name, before, True), rendered(name, conversation.messages[: i + 1], False)
-            assert whole.startswith(prompt)
-            block, text = re.fullmatch(EMPTY_THINKING + "(.*)", whole[len(prompt) :], re.DOTALL).groups()  # type: ignore[union-attr]
-            end = ENDS[name]
+            before, end = conversation.messages[:i], ENDS[name]
+            text = after(name, rendered(name, before, True), rendered(name, conversation.messages[: i + 1], False), message)
+            block = EMPTY_THINKING[name] if name in EMPTY_THINKING and text.startswith(EMPTY_THINKING[name]) else ""
+            text = text[len(block) :]
             found.append(Turn(prompt_ids(name, before), block, given_back(name, text[: text.rindex(end) + len(end)] if end else text)))
     return found
+
+
+def after(name: str, prompt: str, whole: str, message: Message) -> str:
+    """What comes behind the prompt. Two templates render an answer behind something else than the prompt that asked for it. Raises Refused."""
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    if name == "mistral_nemo":  # the system prompt stands in the last message if that is the user's, so only in a prompt
+        return message.content + ENDS[name]
+    if name == "deepseek_r1" and message.reasoning:  # the prompt opens the thinking, and what is rendered has none
+        return f"{message.reasoning}\n</think>\n\n{message.content}{ENDS[name]}"
+    raise Refused
 
 
 def given_back(name: str, text: str) -> str:
