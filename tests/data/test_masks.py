@@ -21,7 +21,7 @@ pieces = st.sampled_from([*SPACES, *WORDS])
 typed = st.sampled_from(MARKS)
 answers = st.lists(pieces | letters, max_size=5).map("".join)
 questions = st.lists(pieces | letters | typed, max_size=5).map("".join)
-thoughts = st.none() | letters.map(str.strip).filter(None)
+thoughts = st.none() | letters.map(str.strip).filter(bool)
 
 
 @st.composite
