@@ -23,6 +23,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>)?\s*</(?:seed:)?think(?:ing)?>\s*")
 CACHED_PIECES, CACHED_LENGTH = 20_000, 1_000
 PROBE = "\u241f"
+CALL: Mapping[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "probe_\u241f", "arguments": {}}}
+"""A tool call to look for in a rendering; some templates ask for ids of nine letters or digits."""
 
 
 class TemplateError(RowError):
@@ -188,13 +190,29 @@ class ChatTemplate:
         return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property
+    def closing(self) -> str:
+        """What the template writes behind an answer, through the end of the text."""
+        return self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0].rpartition(PROBE)[2]
+
+    @cached_property
+    def end_mark(self) -> str:
+        """The first mark behind an answer, or, where the template writes none, the one that opens the next question: the target then stops by writing that."""
+        if mark := self._first_mark(self.closing):
+            return mark
+        asked_again = self.render([[Message("user", "a"), Message("assistant", PROBE), Message("user", "b")]], prompt=False)[0].rpartition(PROBE)[2]
+        mark = self._first_mark(asked_again)
+        return mark if asked_again.startswith(mark) else ""
+
+    def _first_mark(self, text: str) -> str:
+        marks = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids]
+        return min((m for m in marks if m in text), key=lambda m: (text.index(m), -len(m)), default="")
+
+    @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn: the end-of-sequence token, and the mark that the template puts after an answer."""
-        whole = self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0]
-        after = self.encode(whole.rpartition(PROBE)[2]).tolist()
-        marks = [i for i in after if i in self.special_ids][:1]
+        """Tokens that end an assistant turn: the end-of-sequence token, and the end mark."""
         eos: Any = self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys(i for i in [eos, *marks] if i is not None))
+        mark: Any = self.tokenizer.convert_tokens_to_ids(self.end_mark) if self.end_mark else None
+        return tuple(dict.fromkeys(i for i in [eos, mark] if i is not None))
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
@@ -204,15 +222,15 @@ class ChatTemplate:
     @cached_property
     def empty_thinking(self) -> tuple[str, ...]:
         """What the template adds to a prompt when thinking is switched off, most often an empty `<think>` block."""
-        asked = [[Message("user", "a")]]
-        found: list[str] = []
-        plain = self.render(asked, prompt=True)[0]
+        asked, found = [[Message("user", PROBE)]], list[str]()
+        plain = self.render(asked, prompt=True)[0].rpartition(PROBE)[2]
         for switch in ("enable_thinking", "thinking"):
             if switch not in self.jinja():
                 continue
-            other = ChatTemplate(self.tokenizer, "", self.source, self.variables | {switch: False}).render(asked, prompt=True)[0]
-            if other.startswith(plain) and len(other) > len(plain):
-                found.append(other[len(plain) :])
+            other = ChatTemplate(self.tokenizer, "", self.source, self.variables | {switch: False}).render(asked, prompt=True)[0].rpartition(PROBE)[2]
+            # The switch may also stand in the system prompt or behind the question.
+            if block := other.partition(plain)[2]:
+                found.append(block)
         return tuple(found)
 
     @cached_property

@@ -69,11 +69,20 @@ def _rendered(message: Message, prompt: str, whole: str, marks: list[tuple[int, 
         found = None if block is not None else EMPTY_THINKING.match(answer)
         prompt += block if block is not None else found.group() if found else ""
     start = len(prompt)
-    end = max((at + len(mark) for mark in template.end_texts if (at := whole.rfind(mark, start)) >= 0), default=len(whole))
+    end = _end(whole, start, template)
     inside = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
     if inside and whole[inside[-1][1] : end].strip() in ("", *template.end_texts):
         inside[-1] = (inside[-1][0], end)
     return Turn(prompt, whole[:end], tuple(inside) or ((start, end),))
+
+
+def _end(whole: str, start: int, template: ChatTemplate) -> int:
+    """Where the answer that starts there ends: behind the end mark, though a closing of the whole conversation may follow it."""
+    closing, mark = template.closing, template.end_mark
+    if mark and mark in closing and whole.endswith(closing) and len(whole) - len(closing) >= start:
+        return len(whole) - len(closing) + closing.index(mark) + len(mark)
+    # Other answers, such as tool calls, may be closed otherwise.
+    return max((at + len(mark) for mark in template.end_texts if (at := whole.rfind(mark, start)) >= 0), default=len(whole))
 
 
 def _continued(message: Message, prompt: str, whole: str, template: ChatTemplate) -> str:
