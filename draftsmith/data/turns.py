@@ -6,12 +6,14 @@ including its end mark. While a prompt repeats the turns so far, they share one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftsmith.data.config import DataConfig
 from draftsmith.data.conversations import Conversation, Message
-from draftsmith.data.template import EMPTY_THINKING, ChatTemplate, TemplateError
+from draftsmith.data.template import EMPTY_THINKING, PROBE, ChatTemplate, TemplateError
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,17 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
     wholes, marks = template.render_marked([messages[: i + 1] for i in rendered], tools)
     answers = dict(zip(rendered, zip(wholes, marks or [[] for _ in wholes], strict=True), strict=True))
     return [
-        _rendered(messages[i], prompt, *answers[i], template) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
+        _rendered(messages[: i + 1], prompt, *answers[i], template, tools) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
         for i, prompt in zip(places, prompts, strict=True)
     ]
 
 
-def _rendered(message: Message, prompt: str, whole: str, marks: list[tuple[int, int]], template: ChatTemplate) -> Turn:
+def _rendered(
+    messages: Sequence[Message], prompt: str, whole: str, marks: list[tuple[int, int]], template: ChatTemplate, tools: Sequence[Mapping[str, Any]]
+) -> Turn:
     if not whole.startswith(prompt):
-        whole, marks = _continued(message, prompt, whole, template), []
-    if not _thinks(message):
+        whole, marks = _continued(messages, prompt, whole, template, tools), []
+    if not _thinks(messages[-1]):
         # An empty thinking block is the template's, not the target's: servers put it into the prompt when thinking is off.
         answer = whole[len(prompt) :]
         block = next((b for b in template.empty_thinking if answer.startswith(b)), None)
@@ -85,19 +89,25 @@ def _end(whole: str, start: int, template: ChatTemplate) -> int:
     return max((at + len(mark) for mark in template.end_texts if (at := whole.rfind(mark, start)) >= 0), default=len(whole))
 
 
-def _continued(message: Message, prompt: str, whole: str, template: ChatTemplate) -> str:
-    """For templates that ask for thinking in the prompt and then leave it out of what they render: the prompt, and what the target wrote.
+def _continued(messages: Sequence[Message], prompt: str, whole: str, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt and what the target wrote, for templates that render an answer behind something else than the prompt that asked for it.
 
-    Raises TemplateError when the message does not go on where the prompt ends.
+    Some write a system prompt, tools or the thinking before a tool call only while no answer follows: then the answer stands behind another history, but behind
+    the same header. Others open the thinking in the prompt and leave it out of what they render. Raises TemplateError when it is neither.
     """
-    shared = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-    forced = prompt[shared:].strip()
-    written = message.content
-    if message.reasoning is not None and "</think>" not in written:
-        written = f"<think>\n{message.reasoning.strip()}\n</think>\n\n{written}"
-    if not (forced and _thinks(message) and written.lstrip().startswith(forced)):
+    *before, message = messages
+    probe, header = template.render([[*before, Message("assistant", PROBE)]], False, tools)[0].rpartition(PROBE)[0], template.header
+    at = probe.rfind(header)
+    if at >= 0 and prompt.endswith(header) and whole.startswith(probe[: at + len(header)]):
+        return prompt + whole[at + len(header) :]
+    if not re.search(r"<think>\s*\Z", prompt):
         raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
-    return prompt + written.lstrip()[len(forced) :].lstrip("\n") + template.end_texts[-1]
+    if not _thinks(message):
+        raise TemplateError("with an answer without thinking, which the prompt of the template opens")
+    written = message.content
+    if "</think>" not in written:
+        written = f"{(message.reasoning or '').strip()}\n</think>\n\n{written}"
+    return prompt + written.lstrip().removeprefix("<think>").lstrip("\n") + template.closing
 
 
 def _recorded(message: Message, template: ChatTemplate) -> tuple[int, ...]:
