@@ -23,7 +23,7 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>)?\s*</(?:seed:)?think(?:ing)?>\s*")
 CACHED_PIECES, CACHED_LENGTH = 20_000, 1_000
 PROBE = "\u241f"
-CALL: Mapping[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "probe_\u241f", "arguments": {}}}
+CALL: Mapping[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "probe_name", "arguments": {}}}
 """A tool call to look for in a rendering; some templates ask for ids of nine letters or digits."""
 
 
@@ -98,8 +98,9 @@ class ChatTemplate:
             raise TemplateError("with nothing before an answer")
 
         def attempt(text_arguments: bool) -> Any:
-            rows = {id(m): _row(m, text_arguments) for m in max(prefixes, key=len)}  # the others repeat these messages
-            chats = [[rows.get(id(m)) or _row(m, text_arguments) for m in messages] for messages in prefixes]
+            null = self._null_content if any(m.tool_calls for m in max(prefixes, key=len)) else False
+            rows = {id(m): _row(m, text_arguments, null) for m in max(prefixes, key=len)}  # the others repeat these messages
+            chats = [[rows.get(id(m)) or _row(m, text_arguments, null) for m in messages] for messages in prefixes]
             variables = self._special_tokens | self.variables
             return render_jinja_template(chats, offered, chat_template=jinja, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **variables)
 
@@ -234,6 +235,30 @@ class ChatTemplate:
         return tuple(found)
 
     @cached_property
+    def _null_content(self) -> bool:
+        """Whether the template writes a tool call only where the content is null and not empty, as clients send it (DeepSeek's)."""
+        call = Message("assistant", "", tool_calls=(CALL,))
+        for text_arguments in (False, True):
+            for null in (False, True):
+                chat = [_row(Message("user", "a"), False, False), _row(call, text_arguments, null)]
+                try:
+                    text = render_jinja_template([chat], None, chat_template=self.jinja((CALL,)), **self._special_tokens, **self.variables)[0][0]
+                except RENDERING:
+                    continue
+                if CALL["function"]["name"] in text:
+                    return null
+        return False
+
+    @cached_property
+    def writes_results(self) -> bool:
+        """Whether what a tool answered appears in the text; some templates skip roles that they do not know."""
+        chat = [Message("user", "a"), Message("assistant", "", tool_calls=(CALL,)), Message("tool", PROBE, tool_call_id=CALL["id"])]
+        try:
+            return PROBE in self.render([chat], True, (CALL,))[0]
+        except TemplateError:
+            return True  # it does not skip them but refuses, and says so of each conversation
+
+    @cached_property
     def header(self) -> str:
         """What stands between a user's text and the answer: how assistant turns are found in text that is rendered already."""
         with_header = self.render([[Message("user", PROBE)]], prompt=True)[0]
@@ -241,10 +266,16 @@ class ChatTemplate:
         added = with_header[len(without) :] if with_header.startswith(without) else ""
         return added if added.strip() else with_header.rpartition(PROBE)[2]
 
+    @cached_property
+    def lead(self) -> str | None:
+        """What the template writes between the header and an answer's text, most often nothing; None if an answer stands behind another header."""
+        before = self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0].partition(PROBE)[0]
+        return before.rpartition(self.header)[2] if self.header and self.header in before else None
 
-def _row(m: Message, text_arguments: bool) -> dict[str, Any]:
+
+def _row(m: Message, text_arguments: bool, null: bool) -> dict[str, Any]:
     """What a server hands to the template: no null fields, arguments as an object."""
-    row: dict[str, Any] = {"role": m.role, "content": m.content}
+    row: dict[str, Any] = {"role": m.role, "content": None if null and m.tool_calls and not m.content else m.content}
     optional = {"reasoning_content": m.reasoning, "name": m.name, "tool_call_id": m.tool_call_id}
     row |= {key: value for key, value in optional.items() if value is not None}
     if m.tool_calls:

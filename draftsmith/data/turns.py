@@ -49,6 +49,8 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
     places = [i for i, m in enumerate(messages) if m.role == "assistant" and any(b.role != "assistant" for b in messages[:i])]
     if not places:
         raise TemplateError("with nothing before the answer" if any(m.role == "assistant" for m in messages) else "without an assistant turn")
+    if any(m.role == "tool" for m in messages[: places[-1]]) and not template.writes_results:
+        raise TemplateError("with tool results, which the chat template leaves out")
     if config.turns == "last":
         places = places[-1:]
     rendered = [i for i in places if messages[i].token_ids is None]
@@ -66,6 +68,8 @@ def _rendered(
 ) -> Turn:
     if not whole.startswith(prompt):
         whole, marks = _continued(messages, prompt, whole, template, tools), []
+    if not all(str(c.get("function", c).get("name")) in whole[len(prompt) :] for c in messages[-1].tool_calls):
+        raise TemplateError("with tool calls, which the chat template leaves out")
     if not _thinks(messages[-1]):
         # An empty thinking block is the template's, not the target's: servers put it into the prompt when thinking is off.
         answer = whole[len(prompt) :]
@@ -96,10 +100,11 @@ def _continued(messages: Sequence[Message], prompt: str, whole: str, template: C
     the same header. Others open the thinking in the prompt and leave it out of what they render. Raises TemplateError when it is neither.
     """
     *before, message = messages
-    probe, header = template.render([[*before, Message("assistant", PROBE)]], False, tools)[0].rpartition(PROBE)[0], template.header
-    at = probe.rfind(header)
-    if at >= 0 and prompt.endswith(header) and whole.startswith(probe[: at + len(header)]):
-        return prompt + whole[at + len(header) :]
+    if template.lead is not None and prompt.endswith(template.header):
+        probe = template.render([[*before, Message("assistant", PROBE)]], False, tools)[0].rpartition(PROBE)[0]
+        history = probe.removesuffix(template.lead)
+        if history.endswith(template.header) and whole.startswith(history):
+            return prompt + whole[len(history) :]
     if not re.search(r"<think>\s*\Z", prompt):
         raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
     if not _thinks(message):

@@ -58,6 +58,11 @@ def rendered(name: str, messages: Sequence[Message], prompt: bool) -> str:
         raise Refused from error
 
 
+def header(name: str) -> str:
+    """What opens an answer behind a question."""
+    return rendered(name, [Message("user", "\u241f")], True).partition("\u241f")[2]
+
+
 def prompt_ids(name: str, messages: Sequence[Message]) -> list[int]:
     """The ids that a server feeds before its model writes. Raises Refused."""
     rendered(name, messages, True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from families import FAMILIES, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server import ENDS, Refused, turns
+from server import ENDS, Refused, header, turns
 from showing import runs
 
 from draftsmith.data.conversations import Conversation, Message
@@ -17,27 +19,27 @@ letters = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "
 SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n")
 WORDS = ("yes", "No.", "42", "说中文", "مرحبا", "👩\u200d👩\u200d👧", "👍🏽", "e\u0301", "\u200d", "```py\nx = 1\n```")
 MARKS = (*sorted({end for end in ENDS.values() if end}), "<think>", "</think>", "<|im_start|>assistant\n", "[/INST]", "<|user|>", "<|assistant|>")
-pieces = st.sampled_from([*SPACES, *WORDS])
-typed = st.sampled_from(MARKS)
-answers = st.lists(pieces | letters, max_size=5).map("".join)
-questions = st.lists(pieces | letters | typed, max_size=5).map("".join)
+pieces = st.sampled_from([*SPACES, *WORDS]) | letters
+answers = st.lists(pieces, max_size=5).map("".join)
 thoughts = st.none() | letters.map(str.strip).filter(bool)
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> Conversation:
-    """One to four turns, with and without a system prompt and thinking."""
+def conversations(draw: st.DrawFn, name: str) -> Conversation:
+    """One to four turns, with and without a system prompt and thinking. Users type marks of all families and what opens an answer in their own."""
+    questions = st.lists(pieces | st.sampled_from([*MARKS, header(name)]), max_size=5).map("".join)
     system = [Message("system", draw(questions))] if draw(st.booleans()) else []
-    turns = draw(st.lists(st.tuples(questions, answers, thoughts), min_size=1, max_size=4))
-    talk = [m for asked, said, thought in turns for m in (Message("user", asked), Message("assistant", said, reasoning=thought))]
-    return Conversation("any", "k", (*system, *talk))
+    said = draw(st.lists(st.tuples(questions, answers, thoughts), min_size=1, max_size=4))
+    return Conversation(
+        "any", "k", (*system, *(m for ask, text, thought in said for m in (Message("user", ask), Message("assistant", text, reasoning=thought))))
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None, max_examples=30)
-@given(conversation=conversations())
-def test_supervised_is_what_the_model_writes_behind_what_a_server_feeds(name: str, conversation: Conversation) -> None:
-    template = family(name)
+@given(data=st.data())
+def test_supervised_is_what_the_model_writes_behind_what_a_server_feeds(name: str, data: st.DataObject) -> None:
+    template, conversation = family(name), data.draw(conversations(name))
     try:
         expected = turns(name, conversation)
     except Refused:
