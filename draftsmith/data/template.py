@@ -198,13 +198,14 @@ class ChatTemplate:
     @cached_property
     def end_mark(self) -> str:
         """The first mark behind an answer, or, where the template writes none, the one that opens the next question: the target then stops by writing that."""
-        if mark := self._first_mark(self.closing):
+        if mark := self.first_mark(self.closing):
             return mark
         asked_again = self.render([[Message("user", "a"), Message("assistant", PROBE), Message("user", "b")]], prompt=False)[0].rpartition(PROBE)[2]
-        mark = self._first_mark(asked_again)
+        mark = self.first_mark(asked_again)
         return mark if asked_again.startswith(mark) else ""
 
-    def _first_mark(self, text: str) -> str:
+    def first_mark(self, text: str) -> str:
+        """The mark that stands first in a text; none: an empty text."""
         marks = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids]
         return min((m for m in marks if m in text), key=lambda m: (text.index(m), -len(m)), default="")
 

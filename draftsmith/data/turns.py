@@ -57,10 +57,25 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
     prompts = template.render([messages[:i] for i in places], True, tools)
     wholes, marks = template.render_marked([messages[: i + 1] for i in rendered], tools)
     answers = dict(zip(rendered, zip(wholes, marks or [[] for _ in wholes], strict=True), strict=True))
-    return [
+    turns = [
         _rendered(messages[: i + 1], prompt, *answers[i], template, tools) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
         for i, prompt in zip(places, prompts, strict=True)
     ]
+    if template.end_mark in template.closing:
+        return turns
+    following = [prompt.removeprefix(turn.whole) if prompt.startswith(turn.whole) else "" for turn, prompt in zip(turns, [*prompts[1:], ""], strict=True)]
+    return [_stopped(turn, messages[i], rest, template) for turn, i, rest in zip(turns, places, following, strict=True)]
+
+
+def _stopped(turn: Turn, message: Message, following: str, template: ChatTemplate) -> Turn:
+    """The turn of a template without end marks (GLM's): the target stops by writing the mark that opens what follows, a question if nothing does."""
+    if turn.ids is not None or (message.tool_calls and not following):
+        return turn
+    mark = template.first_mark(following) if following else template.end_mark
+    start, end = turn.spans[-1]
+    if end < len(turn.whole) or not following.startswith(mark if following else ""):
+        return turn
+    return replace(turn, whole=turn.whole + mark, spans=(*turn.spans[:-1], (start, end + len(mark))))
 
 
 def _rendered(

@@ -16,7 +16,7 @@ ENDS = {
     "deepseek_v3": "<｜end▁of▁sentence｜>",
     "gemma2": "<end_of_turn>",
     "gemma3": "<end_of_turn>",
-    "glm4": "",
+    "glm4": "<|user|>",
     "gpt_oss": "<|return|>",
     "granite3": "<|end_of_text|>",
     "llama2": "</s>",
@@ -33,7 +33,9 @@ ENDS = {
     "yi1_5": "<|im_end|>",
     "zephyr": "</s>",
 }
-"""What a family's model writes last, from its documentation; "" where the next turn's header ends it."""
+"""What a family's model writes last, from its documentation."""
+OPENS_NEXT = {"glm4"}
+"""Families whose end is the header of the next question, so that it is missing behind the last answer of a rendering."""
 COMPOSES = {"glm4", "gpt_oss", "llama3_1", "phi4", "qwen2_5", "qwen3", "qwen3_marked"}
 """Families whose vocabulary is Qwen's, which normalises to NFC."""
 EMPTY_THINKING = {"glm4": "\n<think></think>", "qwen3": "<think>\n\n</think>\n\n", "qwen3_marked": "<think>\n\n</think>\n\n"}
@@ -86,8 +88,8 @@ def turns(name: str, conversation: Conversation) -> list[Turn]:
             before, end = conversation.messages[:i], ENDS[name]
             text = after(name, rendered(name, before, True), rendered(name, conversation.messages[: i + 1], False), message)
             block = EMPTY_THINKING[name] if name in EMPTY_THINKING and text.startswith(EMPTY_THINKING[name]) else ""
-            text = text[len(block) :]
-            found.append(Turn(prompt_ids(name, before), block, given_back(name, text[: text.rindex(end) + len(end)] if end else text)))
+            text = text[len(block) :] + (end if name in OPENS_NEXT else "")
+            found.append(Turn(prompt_ids(name, before), block, given_back(name, text[: text.rindex(end) + len(end)])))
     return found
 
 

@@ -18,7 +18,7 @@ from draftsmith.data.template import TemplateError
 letters = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=8)
 SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n")
 WORDS = ("yes", "No.", "42", "说中文", "مرحبا", "👩\u200d👩\u200d👧", "👍🏽", "e\u0301", "\u200d", "```py\nx = 1\n```")
-MARKS = (*sorted({end for end in ENDS.values() if end}), "<think>", "</think>", "<|im_start|>assistant\n", "[/INST]", "<|user|>", "<|assistant|>")
+MARKS = (*sorted(set(ENDS.values())), "<think>", "</think>", "<|im_start|>assistant\n", "[/INST]", "<|user|>", "<|assistant|>")
 pieces = st.sampled_from([*SPACES, *WORDS]) | letters
 answers = st.lists(pieces, max_size=5).map("".join)
 thoughts = st.none() | letters.map(str.strip).filter(bool)
@@ -30,9 +30,8 @@ def conversations(draw: st.DrawFn, name: str) -> Conversation:
     questions = st.lists(pieces | st.sampled_from([*MARKS, header(name)]), max_size=5).map("".join)
     system = [Message("system", draw(questions))] if draw(st.booleans()) else []
     said = draw(st.lists(st.tuples(questions, answers, thoughts), min_size=1, max_size=4))
-    return Conversation(
-        "any", "k", (*system, *(m for ask, text, thought in said for m in (Message("user", ask), Message("assistant", text, reasoning=thought))))
-    )
+    pairs = [(Message("user", asked), Message("assistant", text, reasoning=thought)) for asked, text, thought in said]
+    return Conversation("any", "k", (*system, *chain.from_iterable(pairs)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -47,7 +46,6 @@ def test_supervised_is_what_the_model_writes_behind_what_a_server_feeds(name: st
             samples_of(conversation, template)
         return
     found = [(sample.input_ids.tolist(), run) for sample in samples_of(conversation, template) for run in runs(sample, template) if run.own]
-    expected = [turn for turn in expected if turn.text]
     assert [run.text for _, run in found] == [turn.text for turn in expected]
     for (ids, run), turn in zip(found, expected, strict=True):
         fed = len(turn.prompt)
