@@ -260,6 +260,12 @@ class ChatTemplate:
             return True  # it does not skip them but refuses, and says so of each conversation
 
     @cached_property
+    def thinks_in_content(self) -> bool:
+        """Whether thinking can be switched on but is left out unless it stands in the content (SmolLM3's)."""
+        chat = [Message("user", "a"), Message("assistant", "b", reasoning=PROBE)]
+        return "enable_thinking" in self.jinja() and PROBE not in self.render([chat], False)[0]
+
+    @cached_property
     def header(self) -> str:
         """What stands between a user's text and the answer: how assistant turns are found in text that is rendered already."""
         with_header = self.render([[Message("user", PROBE)]], prompt=True)[0]

@@ -55,7 +55,7 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
         places = places[-1:]
     rendered = [i for i in places if messages[i].token_ids is None]
     prompts = template.render([messages[:i] for i in places], True, tools)
-    wholes, marks = template.render_marked([messages[: i + 1] for i in rendered], tools)
+    wholes, marks = template.render_marked([[*messages[:i], _spoken(messages[i], template)] for i in rendered], tools)
     answers = dict(zip(rendered, zip(wholes, marks or [[] for _ in wholes], strict=True), strict=True))
     turns = [
         _rendered(messages[: i + 1], prompt, *answers[i], template, tools) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
@@ -128,6 +128,14 @@ def _continued(messages: Sequence[Message], prompt: str, whole: str, template: C
     if "</think>" not in written:
         written = f"{(message.reasoning or '').strip()}\n</think>\n\n{written}"
     return prompt + written.lstrip().removeprefix("<think>").lstrip("\n") + template.closing
+
+
+def _spoken(message: Message, template: ChatTemplate) -> Message:
+    """The answer as the target wrote it, where thinking that a client sends apart would be left out of it."""
+    if not (message.reasoning and template.thinks_in_content) or "</think>" in message.content:
+        return message
+    tail = next((block[block.index("</think>") :] for block in template.empty_thinking if "</think>" in block), "</think>\n\n")
+    return replace(message, content=f"<think>\n{message.reasoning.strip()}\n{tail}{message.content}", reasoning=None)
 
 
 def _recorded(message: Message, template: ChatTemplate) -> tuple[int, ...]:

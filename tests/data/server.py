@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jinja2
@@ -86,7 +87,9 @@ def turns(name: str, conversation: Conversation) -> list[Turn]:
     for i, message in enumerate(conversation.messages):
         if message.role == "assistant":
             before, end = conversation.messages[:i], ENDS[name]
-            text = after(name, rendered(name, before, True), rendered(name, conversation.messages[: i + 1], False), message)
+            if name == "smollm3" and message.reasoning:  # its model thinks in the content, and the template ignores what is sent apart
+                message = replace(message, content=f"<think>\n{message.reasoning}\n</think>\n{message.content}", reasoning=None)
+            text = after(name, rendered(name, before, True), rendered(name, [*before, message], False), message)
             block = EMPTY_THINKING[name] if name in EMPTY_THINKING and text.startswith(EMPTY_THINKING[name]) else ""
             text = text[len(block) :] + (end if name in OPENS_NEXT else "")
             found.append(Turn(prompt_ids(name, before), block, given_back(name, text[: text.rindex(end) + len(end)])))
