@@ -35,7 +35,7 @@ def conversations(draw: st.DrawFn, name: str) -> Conversation:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_supervised_is_what_the_model_writes_behind_what_a_server_feeds(name: str, data: st.DataObject) -> None:
     template, conversation = family(name), data.draw(conversations(name))
