@@ -20,7 +20,7 @@ SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n")
 WORDS = ("yes", "No.", "42", "说中文", "مرحبا", "👩\u200d👩\u200d👧", "👍🏽", "e\u0301", "\u200d", "```py\nx = 1\n```")
 MARKS = (*sorted(set(ENDS.values())), "<think>", "</think>", "<|im_start|>assistant\n", "[/INST]", "<|user|>", "<|assistant|>")
 pieces = st.sampled_from([*SPACES, *WORDS]) | letters
-answers = st.lists(pieces, max_size=5).map("".join)
+answers = st.tuples(st.sampled_from(["", *SPACES]), st.lists(pieces, max_size=4)).map(lambda parts: parts[0] + "".join(parts[1]))
 thoughts = st.none() | letters.map(str.strip).filter(bool)
 
 
