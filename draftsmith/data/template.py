@@ -24,6 +24,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>)?\s*</(?:seed:)?think(?:ing)?>\s*")
 CACHED_PIECES, CACHED_LENGTH = 20_000, 1_000
 PROBE = "\u241f"
+CALL: Mapping[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "probe_name", "arguments": {}}}
+"""A tool call to look for in a rendering; some templates ask for ids of nine letters or digits."""
 
 
 class TemplateError(RowError):
@@ -97,8 +99,9 @@ class ChatTemplate:
             raise TemplateError("with nothing before an answer")
 
         def attempt(text_arguments: bool) -> Any:
-            rows = {id(m): _row(m, text_arguments) for m in max(prefixes, key=len)}  # the others repeat these messages
-            chats = [[rows.get(id(m)) or _row(m, text_arguments) for m in messages] for messages in prefixes]
+            null = self._null_content if any(m.tool_calls for m in max(prefixes, key=len)) else False
+            rows = {id(m): _row(m, text_arguments, null) for m in max(prefixes, key=len)}  # the others repeat these messages
+            chats = [[rows.get(id(m)) or _row(m, text_arguments, null) for m in messages] for messages in prefixes]
             variables = self._special_tokens | self.variables
             return render_jinja_template(chats, offered, chat_template=jinja, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **variables)
 
@@ -215,13 +218,30 @@ class ChatTemplate:
         return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property
+    def closing(self) -> str:
+        """What the template writes behind an answer, through the end of the text."""
+        return self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0].rpartition(PROBE)[2]
+
+    @cached_property
+    def end_mark(self) -> str:
+        """The first mark behind an answer, or, where the template writes none, the one that opens the next question: the target then stops by writing that."""
+        if mark := self.first_mark(self.closing):
+            return mark
+        asked_again = self.render([[Message("user", "a"), Message("assistant", PROBE), Message("user", "b")]], prompt=False)[0].rpartition(PROBE)[2]
+        mark = self.first_mark(asked_again)
+        return mark if asked_again.startswith(mark) else ""
+
+    def first_mark(self, text: str) -> str:
+        """The mark that stands first in a text; none: an empty text."""
+        marks = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids]
+        return min((m for m in marks if m in text), key=lambda m: (text.index(m), -len(m)), default="")
+
+    @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn: the end-of-sequence token, and the mark that the template puts after an answer."""
-        whole = self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0]
-        after = self.encode(whole.rpartition(PROBE)[2]).tolist()
-        marks = [i for i in after if i in self.special_ids][:1]
+        """Tokens that end an assistant turn: the end-of-sequence token, and the end mark."""
         eos: Any = self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys(i for i in [eos, *marks] if i is not None))
+        mark: Any = self.tokenizer.convert_tokens_to_ids(self.end_mark) if self.end_mark else None
+        return tuple(dict.fromkeys(i for i in [eos, mark] if i is not None))
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
@@ -231,16 +251,46 @@ class ChatTemplate:
     @cached_property
     def empty_thinking(self) -> tuple[str, ...]:
         """What the template adds to a prompt when thinking is switched off, most often an empty `<think>` block."""
-        asked = [[Message("user", "a")]]
-        found: list[str] = []
-        plain = self.render(asked, prompt=True)[0]
+        asked, found = [[Message("user", PROBE)]], list[str]()
+        plain = self.render(asked, prompt=True)[0].rpartition(PROBE)[2]
         for switch in ("enable_thinking", "thinking"):
             if switch not in self.jinja():
                 continue
-            other = ChatTemplate(self.tokenizer, "", self.source, self.variables | {switch: False}).render(asked, prompt=True)[0]
-            if other.startswith(plain) and len(other) > len(plain):
-                found.append(other[len(plain) :])
+            other = ChatTemplate(self.tokenizer, "", self.source, self.variables | {switch: False}).render(asked, prompt=True)[0].rpartition(PROBE)[2]
+            # The switch may also stand in the system prompt or behind the question.
+            if block := other.partition(plain)[2]:
+                found.append(block)
         return tuple(found)
+
+    @cached_property
+    def _null_content(self) -> bool:
+        """Whether the template writes a tool call only where the content is null and not empty, as clients send it (DeepSeek's)."""
+        call = Message("assistant", "", tool_calls=(CALL,))
+        for text_arguments in (False, True):
+            for null in (False, True):
+                chat = [_row(Message("user", "a"), False, False), _row(call, text_arguments, null)]
+                try:
+                    text = render_jinja_template([chat], None, chat_template=self.jinja((CALL,)), **self._special_tokens, **self.variables)[0][0]
+                except RENDERING:
+                    continue
+                if CALL["function"]["name"] in text:
+                    return null
+        return False
+
+    @cached_property
+    def writes_results(self) -> bool:
+        """Whether what a tool answered appears in the text; some templates skip roles that they do not know."""
+        chat = [Message("user", "a"), Message("assistant", "", tool_calls=(CALL,)), Message("tool", PROBE, tool_call_id=CALL["id"])]
+        try:
+            return PROBE in self.render([chat], True, (CALL,))[0]
+        except TemplateError:
+            return True  # it does not skip them but refuses, and says so of each conversation
+
+    @cached_property
+    def thinks_in_content(self) -> bool:
+        """Whether thinking can be switched on but is left out unless it stands in the content (SmolLM3's)."""
+        chat = [Message("user", "a"), Message("assistant", "b", reasoning=PROBE)]
+        return "enable_thinking" in self.jinja() and PROBE not in self.render([chat], False)[0]
 
     @cached_property
     def header(self) -> str:
@@ -250,10 +300,16 @@ class ChatTemplate:
         added = with_header[len(without) :] if with_header.startswith(without) else ""
         return added if added.strip() else with_header.rpartition(PROBE)[2]
 
+    @cached_property
+    def lead(self) -> str | None:
+        """What the template writes between the header and an answer's text, most often nothing; None if an answer stands behind another header."""
+        before = self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0].partition(PROBE)[0]
+        return before.rpartition(self.header)[2] if self.header and self.header in before else None
 
-def _row(m: Message, text_arguments: bool) -> dict[str, Any]:
+
+def _row(m: Message, text_arguments: bool, null: bool) -> dict[str, Any]:
     """What a server hands to the template: no null fields, arguments as an object."""
-    row: dict[str, Any] = {"role": m.role, "content": m.content}
+    row: dict[str, Any] = {"role": m.role, "content": None if null and m.tool_calls and not m.content else m.content}
     optional = {"reasoning_content": m.reasoning, "name": m.name, "tool_call_id": m.tool_call_id}
     row |= {key: value for key, value in optional.items() if value is not None}
     if m.tool_calls:

@@ -6,12 +6,14 @@ including its end mark. While a prompt repeats the turns so far, they share one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftsmith.data.config import DataConfig
 from draftsmith.data.conversations import Conversation, Message
-from draftsmith.data.template import EMPTY_THINKING, ChatTemplate, TemplateError
+from draftsmith.data.template import EMPTY_THINKING, PROBE, ChatTemplate, TemplateError
 
 
 @dataclass(frozen=True)
@@ -47,48 +49,93 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
     places = [i for i, m in enumerate(messages) if m.role == "assistant" and any(b.role != "assistant" for b in messages[:i])]
     if not places:
         raise TemplateError("with nothing before the answer" if any(m.role == "assistant" for m in messages) else "without an assistant turn")
+    if any(m.role == "tool" for m in messages[: places[-1]]) and not template.writes_results:
+        raise TemplateError("with tool results, which the chat template leaves out")
     if config.turns == "last":
         places = places[-1:]
     rendered = [i for i in places if messages[i].token_ids is None]
     prompts = template.render([messages[:i] for i in places], True, tools)
-    wholes, marks = template.render_marked([messages[: i + 1] for i in rendered], tools)
+    wholes, marks = template.render_marked([[*messages[:i], _spoken(messages[i], template)] for i in rendered], tools)
     answers = dict(zip(rendered, zip(wholes, marks or [[] for _ in wholes], strict=True), strict=True))
-    return [
-        _rendered(messages[i], prompt, *answers[i], template) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
+    turns = [
+        _rendered(messages[: i + 1], prompt, *answers[i], template, tools) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
         for i, prompt in zip(places, prompts, strict=True)
     ]
+    if template.end_mark in template.closing:
+        return turns
+    following = [prompt.removeprefix(turn.whole) if prompt.startswith(turn.whole) else "" for turn, prompt in zip(turns, [*prompts[1:], ""], strict=True)]
+    return [_stopped(turn, messages[i], rest, template) for turn, i, rest in zip(turns, places, following, strict=True)]
 
 
-def _rendered(message: Message, prompt: str, whole: str, marks: list[tuple[int, int]], template: ChatTemplate) -> Turn:
+def _stopped(turn: Turn, message: Message, following: str, template: ChatTemplate) -> Turn:
+    """The turn of a template without end marks (GLM's): the target stops by writing the mark that opens what follows, a question if nothing does."""
+    if turn.ids is not None or (message.tool_calls and not following):
+        return turn
+    mark = template.first_mark(following) if following else template.end_mark
+    start, end = turn.spans[-1]
+    if end < len(turn.whole) or not following.startswith(mark if following else ""):
+        return turn
+    return replace(turn, whole=turn.whole + mark, spans=(*turn.spans[:-1], (start, end + len(mark))))
+
+
+def _rendered(
+    messages: Sequence[Message], prompt: str, whole: str, marks: list[tuple[int, int]], template: ChatTemplate, tools: Sequence[Mapping[str, Any]]
+) -> Turn:
     if not whole.startswith(prompt):
-        whole, marks = _continued(message, prompt, whole, template), []
-    if not _thinks(message):
+        whole, marks = _continued(messages, prompt, whole, template, tools), []
+    if not all(str(c.get("function", c).get("name")) in whole[len(prompt) :] for c in messages[-1].tool_calls):
+        raise TemplateError("with tool calls, which the chat template leaves out")
+    if not _thinks(messages[-1]):
         # An empty thinking block is the template's, not the target's: servers put it into the prompt when thinking is off.
         answer = whole[len(prompt) :]
         block = next((b for b in template.empty_thinking if answer.startswith(b)), None)
         found = None if block is not None else EMPTY_THINKING.match(answer)
         prompt += block if block is not None else found.group() if found else ""
     start = len(prompt)
-    end = max((at + len(mark) for mark in template.end_texts if (at := whole.rfind(mark, start)) >= 0), default=len(whole))
+    end = _end(whole, start, template)
     inside = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
     if inside and whole[inside[-1][1] : end].strip() in ("", *template.end_texts):
         inside[-1] = (inside[-1][0], end)
     return Turn(prompt, whole[:end], tuple(inside) or ((start, end),))
 
 
-def _continued(message: Message, prompt: str, whole: str, template: ChatTemplate) -> str:
-    """For templates that ask for thinking in the prompt and then leave it out of what they render: the prompt, and what the target wrote.
+def _end(whole: str, start: int, template: ChatTemplate) -> int:
+    """Where the answer that starts there ends: behind the end mark, though a closing of the whole conversation may follow it."""
+    closing, mark = template.closing, template.end_mark
+    if mark and mark in closing and whole.endswith(closing) and len(whole) - len(closing) >= start:
+        return len(whole) - len(closing) + closing.index(mark) + len(mark)
+    # Other answers, such as tool calls, may be closed otherwise.
+    return max((at + len(mark) for mark in template.end_texts if (at := whole.rfind(mark, start)) >= 0), default=len(whole))
 
-    Raises TemplateError when the message does not go on where the prompt ends.
+
+def _continued(messages: Sequence[Message], prompt: str, whole: str, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt and what the target wrote, for templates that render an answer behind something else than the prompt that asked for it.
+
+    Some write a system prompt, tools or the thinking before a tool call only while no answer follows: then the answer stands behind another history, but behind
+    the same header. Others open the thinking in the prompt and leave it out of what they render. Raises TemplateError when it is neither.
     """
-    shared = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-    forced = prompt[shared:].strip()
-    written = message.content
-    if message.reasoning is not None and "</think>" not in written:
-        written = f"<think>\n{message.reasoning.strip()}\n</think>\n\n{written}"
-    if not (forced and _thinks(message) and written.lstrip().startswith(forced)):
+    *before, message = messages
+    if template.lead is not None and prompt.endswith(template.header):
+        probe = template.render([[*before, Message("assistant", PROBE)]], False, tools)[0].rpartition(PROBE)[0]
+        history = probe.removesuffix(template.lead)
+        if history.endswith(template.header) and whole.startswith(history):
+            return prompt + whole[len(history) :]
+    if not re.search(r"<think>\s*\Z", prompt):
         raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
-    return prompt + written.lstrip()[len(forced) :].lstrip("\n") + template.end_texts[-1]
+    if not _thinks(message):
+        raise TemplateError("with an answer without thinking, which the prompt of the template opens")
+    written = message.content
+    if "</think>" not in written:
+        written = f"{(message.reasoning or '').strip()}\n</think>\n\n{written}"
+    return prompt + written.lstrip().removeprefix("<think>").lstrip("\n") + template.closing
+
+
+def _spoken(message: Message, template: ChatTemplate) -> Message:
+    """The answer as the target wrote it, where thinking that a client sends apart would be left out of it."""
+    if not (message.reasoning and template.thinks_in_content) or "</think>" in message.content:
+        return message
+    tail = next((block[block.index("</think>") :] for block in template.empty_thinking if "</think>" in block), "</think>\n\n")
+    return replace(message, content=f"<think>\n{message.reasoning.strip()}\n{tail}{message.content}", reasoning=None)
 
 
 def _recorded(message: Message, template: ChatTemplate) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ def test_nothing_left_names_reason_count_and_first_place(template: ChatTemplate)
 
 
 def test_a_template_that_rewrites_the_answer_drops_with_that_reason(template: ChatTemplate) -> None:
-    with pytest.raises(ValueError, match="1 the rendered answer does not continue its prompt"):
+    with pytest.raises(ValueError, match="1 with an answer without thinking, which the prompt of the template opens"):
         prepare([talk("a", "b c")], changed(template, templates.REWRITES_ANSWER), 100)
 
 

@@ -80,7 +80,7 @@ def test_thinking_that_the_prompt_begins_is_gone_on_with(template: ChatTemplate,
     first, second = learned(conversation, kind)
     assert first == [(asked("a") + "<think>\n", f"hm\n</think>\n\nyes{END}")]
     assert second == [(f"{asked('a')}yes{END}\n{asked('b')}<think>\n", f"well</think>no{END}")]
-    with pytest.raises(TemplateError, match="does not continue its prompt"):
+    with pytest.raises(TemplateError, match="without thinking, which the prompt of the template opens"):
         learned(talk("a", "no thinking here"), kind)
 
 
