@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core import config as configs
 from draftsmith.core.disk import write_text
-from draftsmith.core.env import best_device, dtype_of
+from draftsmith.core.env import api_key, best_device, dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import FeatureSpec, Sample
 from draftsmith.data import bundled, conversations, samples, vocab
+from draftsmith.data.chat import AnswerSettings
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.regenerate import Service, regenerate
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS
-from draftsmith.drafts.base import Draft
+from draftsmith.drafts.base import Draft, Sampling
+from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
 from draftsmith.eval.report import Prompt, evaluate, show, spread
 from draftsmith.export.write import export
@@ -144,12 +146,22 @@ def plain_decoder(where: str, device: str, dtype: torch.dtype, template: ChatTem
     return Decoder(TargetModel.load(where, dtype, device), Target.load(where, device, dtype), template.end_ids)
 
 
-def record_answers(prompts: Path, out: Path, target: str, max_new: int, batch: int) -> None:
-    """Greedy answers of a target to a file of conversations."""
+def answer_locally(prompts: Path, out: Path, target: str, settings: AnswerSettings, batch: int) -> None:
+    """The target's answers to a file of conversations, decoded on this machine in float32. Raises ValueError for settings that need a server."""
+    if settings != AnswerSettings(settings.max_tokens, settings.temperature, seed=settings.seed):
+        raise ValueError("--local knows max-tokens, temperature and seed; top-p, reasoning, token-ids and template-kwargs need a server")
     asked, where = conversations.read(prompts), target_directory(target)
-    template = ChatTemplate.load(where)
-    record(asked, plain_decoder(where, best_device(), torch.float32, template), template, out, max_new, batch)
-    say(f"{len(asked):,} conversations with answers in {out}")
+    template, device = ChatTemplate.load(where), best_device()
+    decoder = plain_decoder(where, device, torch.float32, template)
+    if settings.temperature:
+        decoder = replace(decoder, sampling=Sampling(settings.temperature, torch.Generator(device)))
+    record(asked, decoder, template, out, settings.max_tokens, batch, settings.seed)
+
+
+def answer_by_servers(prompts: Path, out: Path, target: str | None, settings: AnswerSettings, service: Service) -> None:
+    """The target's answers to a file of conversations, from servers; with `target`, token ids are checked with its tokenizer."""
+    decode = None if target is None else ChatTemplate.load(target_directory(target)).text
+    regenerate(conversations.read(prompts), out, replace(service, key=api_key()), settings, decode)
 
 
 def capture(run: Run) -> None:

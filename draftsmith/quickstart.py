@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core.config import dump, load, parse
 from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
 from draftsmith.core.types import FeatureBatch, Progress
 from draftsmith.data import bundled
+from draftsmith.eval.answers import record
 from draftsmith.eval.report import spread
 from draftsmith.features.pack import pack
 from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, target_directory, train, write_report
