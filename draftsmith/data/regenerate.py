@@ -19,7 +19,7 @@ from draftsmith.data.chat import AnswerSettings, reply, request
 from draftsmith.data.conversations import Conversation, Counts
 from draftsmith.data.journal import FAILED, Journal, digest, finished, sibling
 from draftsmith.data.servers import Refused, Servers
-from draftsmith.data.turns import Replay, stopped_early
+from draftsmith.data.replay import Replay, stopped_early
 
 FAILURES_BEFORE_STOP = 20
 """When this many conversations failed and none was answered, the reason is not in the conversations."""

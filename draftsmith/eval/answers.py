@@ -11,7 +11,7 @@ from draftsmith.data.conversations import Conversation, Message
 from draftsmith.data.journal import Journal, digest, finished
 from draftsmith.data.regenerate import Work
 from draftsmith.data.template import ChatTemplate, TemplateError
-from draftsmith.data.turns import Replay
+from draftsmith.data.replay import Replay
 from draftsmith.eval.decode import Decoder
 
 GROUP = 8

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.data.conversations import Conversation, Message
-from draftsmith.data.turns import Replay, stopped_early
+from draftsmith.data.replay import Replay, stopped_early
 
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
