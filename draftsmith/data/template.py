@@ -1,65 +1,185 @@
-"""Rendering with the tokenizer's own chat template: what a server would see, as token ids."""
+"""Rendering with the tokenizer's own chat template, and token ids of the text as a server computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from draftsmith.data.conversations import Message
+from draftsmith.data.conversations import Message, RowError, arguments
+
+RENDERING = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What a template raises when it meets something that it was not written for."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+EMPTY_THINKING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>)?\s*</(?:seed:)?think(?:ing)?>\s*")
+CACHED_PIECES, CACHED_LENGTH = 20_000, 1_000
+PROBE = "\u241f"
 
 
-class TemplateError(ValueError):
-    """The template refused a conversation; it is dropped with this reason."""
+class TemplateError(RowError):
+    """The template or the tokenizer refused a conversation; it is dropped with this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, reason)
 
 
 class ChatTemplate:
-    """A tokenizer with its chat template."""
+    """A tokenizer with its chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        if not tokenizer.chat_template:
+    `source`: another template instead of the tokenizer's own. `variables`: what a server would be given as `chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, source: str | None = None, variables: Mapping[str, Any] | None = None) -> None:
+        if not (source or tokenizer.chat_template):
             raise ValueError(
                 f"target {name!r} has no chat template, so conversations cannot be rendered as a server would: use the chat (instruct) "
-                "version of the target, or put a chat_template.jinja beside its tokenizer"
+                "version of the target, put a chat_template.jinja beside its tokenizer, or set data.template to a Jinja file"
             )
         self.tokenizer = tokenizer
+        self.source = source
+        self.variables = dict(variables or {})
+        self._ids: dict[str, np.ndarray] = {}
 
     @staticmethod
-    def load(where: str) -> ChatTemplate:
-        """Load the tokenizer of a target. Raises ValueError without tokenizer or template."""
+    def load(where: str, file: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+        """Load the tokenizer of a target; `file`: a Jinja template of your own. Raises ValueError without tokenizer or template."""
+        source = None
+        if file is not None:
+            if not Path(file).is_file():
+                raise ValueError(f"no chat template at {file}; data.template must be a Jinja file")
+            source = Path(file).read_text(encoding="utf-8")
         try:
             tokenizer = AutoTokenizer.from_pretrained(where)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"cannot load a tokenizer for target {where!r}: {error}") from error
-        return ChatTemplate(tokenizer, where)
+        return ChatTemplate(tokenizer, where, source, variables)
 
-    def ids(self, messages: Sequence[Message], prompt: bool) -> list[int]:
-        """Token ids of the rendered messages; with `prompt`, the header of the coming assistant turn is added.
+    def jinja(self, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The template's text; a tokenizer may have one of its own for conversations with tools."""
+        if tools:
+            return self.source or str(self.tokenizer.get_chat_template(None, list(tools)))
+        return self._plain_jinja
 
-        Raises TemplateError when the template refuses the messages.
+    @cached_property
+    def _plain_jinja(self) -> str:
+        return self.source or str(self.tokenizer.get_chat_template(None, None))
+
+    # ---- text ----
+
+    def render(self, prefixes: Sequence[Sequence[Message]], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+        """The text of each list of messages; with `prompt`, the header of the coming assistant turn is added.
+
+        Raises TemplateError when the template refuses one of them.
         """
-        return list(self._render(messages, prompt, tokenize=True)["input_ids"])
+        return self._render(prefixes, prompt, tools, marks=False)[0]
+
+    def render_marked(self, prefixes: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """Texts, and the characters that the template's `{% generation %}` marks enclose; no spans without such marks."""
+        return self._render(prefixes, False, tools, marks=MARKS.search(self.jinja(tools)) is not None)
+
+    def _render(
+        self, prefixes: Sequence[Sequence[Message]], prompt: bool, tools: Sequence[Mapping[str, Any]], marks: bool
+    ) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        jinja, offered = self.jinja(tools), [dict(tool) for tool in tools] or None
+        if not prefixes:
+            return [], []
+        if not all(prefixes):
+            raise TemplateError("with nothing before an answer")
+
+        def attempt(text_arguments: bool) -> Any:
+            rows = {id(m): _row(m, text_arguments) for m in max(prefixes, key=len)}  # the others repeat these messages
+            chats = [[rows.get(id(m)) or _row(m, text_arguments) for m in messages] for messages in prefixes]
+            variables = self._special_tokens | self.variables
+            return render_jinja_template(chats, offered, chat_template=jinja, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **variables)
+
+        try:
+            return attempt(text_arguments=False)
+        except RENDERING as error:
+            if any(m.tool_calls for messages in prefixes for m in messages):  # some templates concatenate arguments, so they want text
+                try:
+                    return attempt(text_arguments=True)
+                except RENDERING:
+                    pass
+            raise TemplateError(f"the chat template refuses it: {str(error)[:200]}") from error
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
+    # ---- token ids ----
+
+    def ids(self, messages: Sequence[Message], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of the rendered messages, what `apply_chat_template` returns. Raises TemplateError when the template refuses the messages."""
+        return self.encode(self.render([messages], prompt, tools)[0]).tolist()
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def answer(self, messages: Sequence[Message], prompt: list[int]) -> list[int]:
-        """Token ids of the last message as they follow `prompt`, the ids of everything before it with the assistant's header.
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text; nothing is added, the template writes its own first token."""
+        pieces = self.pieces(text)
+        table = self.table(text[a:b] for a, b in pieces)
+        return np.concatenate([table[text[a:b]] for a, b in pieces]) if pieces else np.empty(0, np.int32)
 
-        Where tokens of both merge at the seam (an answer that starts with a space after a newline), the answer's text is tokenized by
-        itself, as a server produces it. Raises TemplateError when the template rewrites the prompt.
-        """
-        whole = self.ids(messages, prompt=False)
-        if whole[: len(prompt)] == prompt:
-            return whole[len(prompt) :]
-        before, text = self._render(messages[:-1], True, tokenize=False), self._render(messages, False, tokenize=False)
-        if not text.startswith(before):
-            raise TemplateError("the rendered answer does not continue its prompt (the template rewrites it)")
-        return list(self.tokenizer(text[len(before) :], add_special_tokens=False)["input_ids"])
+    def pieces(self, text: str) -> list[tuple[int, int]]:
+        """Cut before every mark that the tokenizer always splits at: ids of the pieces, joined, are the ids of the text."""
+        starts = [m.start() for m in self._split_at.finditer(text)] if self._split_at else []
+        edges = sorted({0, *starts, len(text)})
+        return list(pairwise(edges))
+
+    def table(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
+        """Ids by text, each text tokenized once; short ones (headers, system prompts) are remembered."""
+        wanted = dict.fromkeys(texts)
+        found = {text: self._ids[text] for text in wanted if text in self._ids}
+        fresh = [text for text in wanted if text not in found]
+        if len(self._ids) > CACHED_PIECES:
+            self._ids.clear()
+        for text, ids in zip(fresh, self._tokenize(fresh), strict=True):
+            found[text] = ids
+            if len(text) <= CACHED_LENGTH:
+                self._ids[text] = ids
+        return found
+
+    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        if not self.tokenizer.is_fast:
+            rows: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return [np.array(row, np.int32) for row in rows]
+        backend: Any = self.tokenizer
+        backend = backend.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        return [np.array(e.ids, np.int32) for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def tokens_before(self, piece: str, characters: int, whole: bool) -> int:
+        """How many tokens of a piece begin in its first characters, or with `whole` also end there. Raises TemplateError without offsets."""
+        if not self.tokenizer.is_fast:
+            raise TemplateError("whose answers begin or end within a token, which a tokenizer without offsets cannot tell")
+        offsets: Any = self.tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return sum((end if whole else start + 1) <= characters for start, end in offsets)
+
+    @cached_property
+    def _split_at(self) -> re.Pattern[str] | None:
+        """Marks that are tokens wherever their text stands. Those that also take spaces around them, or depend on what is next to them, are left out;
+        so are all of a tokenizer without a fast backend, of which nothing is promised."""
+        added: Any = self.tokenizer.added_tokens_decoder
+        plain = [t.content for t in added.values() if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
+        if not plain or not self.tokenizer.is_fast:
+            return None
+        return re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True))))
+
+    # ---- what the template is like ----
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -70,15 +190,55 @@ class ChatTemplate:
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an assistant turn: the end-of-sequence token, and the mark that the template puts after an answer."""
-        turn = [Message("user", "a"), Message("assistant", "\u241f")]
-        after = self.ids(turn, prompt=False)[len(self.ids(turn[:1], prompt=True)) :]
+        whole = self.render([[Message("user", "a"), Message("assistant", PROBE)]], prompt=False)[0]
+        after = self.encode(whole.rpartition(PROBE)[2]).tolist()
         marks = [i for i in after if i in self.special_ids][:1]
         eos: Any = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys(i for i in [eos, *marks] if i is not None))
 
-    def _render(self, messages: Sequence[Message], prompt: bool, tokenize: bool) -> Any:
-        rows = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            return self.tokenizer.apply_chat_template(rows, add_generation_prompt=prompt, tokenize=tokenize, return_dict=tokenize)
-        except (jinja2.TemplateError, ValueError) as error:
-            raise TemplateError(f"the chat template refuses it: {error}") from error
+    @cached_property
+    def end_texts(self) -> tuple[str, ...]:
+        """The same as text; the template's own mark is the last."""
+        return tuple(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.end_ids)
+
+    @cached_property
+    def empty_thinking(self) -> tuple[str, ...]:
+        """What the template adds to a prompt when thinking is switched off, most often an empty `<think>` block."""
+        asked = [[Message("user", "a")]]
+        found: list[str] = []
+        plain = self.render(asked, prompt=True)[0]
+        for switch in ("enable_thinking", "thinking"):
+            if switch not in self.jinja():
+                continue
+            other = ChatTemplate(self.tokenizer, "", self.source, self.variables | {switch: False}).render(asked, prompt=True)[0]
+            if other.startswith(plain) and len(other) > len(plain):
+                found.append(other[len(plain) :])
+        return tuple(found)
+
+    @cached_property
+    def header(self) -> str:
+        """What stands between a user's text and the answer: how assistant turns are found in text that is rendered already."""
+        with_header = self.render([[Message("user", PROBE)]], prompt=True)[0]
+        without = self.render([[Message("user", PROBE)]], prompt=False)[0]
+        added = with_header[len(without) :] if with_header.startswith(without) else ""
+        return added if added.strip() else with_header.rpartition(PROBE)[2]
+
+
+def _row(m: Message, text_arguments: bool) -> dict[str, Any]:
+    """What a server hands to the template: no null fields, arguments as an object."""
+    row: dict[str, Any] = {"role": m.role, "content": m.content}
+    optional = {"reasoning_content": m.reasoning, "name": m.name, "tool_call_id": m.tool_call_id}
+    row |= {key: value for key, value in optional.items() if value is not None}
+    if m.tool_calls:
+        row["tool_calls"] = [_call(call, text_arguments) for call in m.tool_calls]
+    return row
+
+
+def _call(call: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+    function = call.get("function", call)
+    given: Any = arguments(function)
+    if text_arguments:
+        original = function.get("arguments")
+        given = original if isinstance(original, str) else json.dumps(given, ensure_ascii=False)
+    around = {key: value for key, value in call.items() if key not in ("name", "arguments", "function") and value is not None}
+    return {"type": "function"} | around | {"function": {**function, "arguments": given}}
