@@ -54,7 +54,7 @@ def regenerate(
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Each turn derives its own from it.")] = 0,
     reasoning: Annotated[str, typer.Option(help="keep, or off: ask the template not to think.")] = "keep",
-    template_kwargs: Annotated[str, typer.Option(help="JSON object for the server's chat template.")] = "{}",
+    template_kwargs: Annotated[str, typer.Option(help="JSON object that the chat template is given.")] = "{}",
     token_ids: Annotated[str, typer.Option(help="field, logprobs or off: where token ids of an answer are asked for.")] = "field",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests running on each server.")] = 32,
     tries: Annotated[int, typer.Option(min=1, help="Tries of a request before its conversation counts as failed.")] = 6,

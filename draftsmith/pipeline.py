@@ -148,14 +148,17 @@ def plain_decoder(where: str, device: str, dtype: torch.dtype, template: ChatTem
 
 def answer_locally(prompts: Path, out: Path, target: str, settings: AnswerSettings, batch: int) -> None:
     """The target's answers to a file of conversations, decoded on this machine in float32. Raises ValueError for settings that need a server."""
-    if settings != AnswerSettings(settings.max_tokens, settings.temperature, seed=settings.seed):
-        raise ValueError("--local knows max-tokens, temperature and seed; top-p, reasoning, token-ids and template-kwargs need a server")
+    known = AnswerSettings(
+        settings.max_tokens, settings.temperature, seed=settings.seed, reasoning=settings.reasoning, template_kwargs=settings.template_kwargs
+    )
+    if settings != known:
+        raise ValueError("--local decodes greedily or at a temperature and always records token ids; --top-p and --token-ids need a server")
     asked, where = conversations.read(prompts), target_directory(target)
-    template, device = ChatTemplate.load(where), best_device()
+    template, device = ChatTemplate.load(where, variables=settings.template_variables), best_device()
     decoder = plain_decoder(where, device, torch.float32, template)
     if settings.temperature:
         decoder = replace(decoder, sampling=Sampling(settings.temperature, torch.Generator(device)))
-    record(asked, decoder, template, out, settings.max_tokens, batch, settings.seed)
+    record(asked, decoder, template, out, settings, batch)
 
 
 def answer_by_servers(prompts: Path, out: Path, target: str | None, settings: AnswerSettings, service: Service) -> None:

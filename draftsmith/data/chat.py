@@ -46,6 +46,11 @@ class AnswerSettings:
             if not good:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: expected {expected}")
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given; families name their switch for thinking differently, and templates ignore what they do not know."""
+        return ({"enable_thinking": False, "thinking": False} if self.reasoning == "off" else {}) | dict(self.template_kwargs)
+
     def seed_of(self, conversation: str, turn: int) -> int:
         """Another seed for each turn, the same one in a resumed run."""
         return zlib.crc32(f"{self.seed}/{conversation}/{turn}".encode()) & 0x7FFFFFFF
@@ -59,9 +64,8 @@ def request(model: str, asked: Conversation, turn: int, settings: AnswerSettings
     }  # fmt: skip
     if asked.tools:
         body["tools"] = [dict(tool) for tool in asked.tools]
-    thinking = {"enable_thinking": False, "thinking": False} if settings.reasoning == "off" else {}
-    if thinking or settings.template_kwargs:
-        body["chat_template_kwargs"] = thinking | dict(settings.template_kwargs)
+    if settings.template_variables:
+        body["chat_template_kwargs"] = settings.template_variables
     if settings.token_ids == "field":
         body["return_token_ids"] = True
     if settings.token_ids == "logprobs":
@@ -87,7 +91,7 @@ def reply(body: Any, settings: AnswerSettings, decode: Callable[[Sequence[int]],
     counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     ids = _ids(choice, counted if isinstance(counted, int) else None)
     answer = _message(choice["message"], reason, ids)
-    _require_thinking(answer, settings)
+    require_thinking(answer, settings)
     if ids is not None and decode is not None and not (answer.tool_calls or answer.reasoning) and not _same_text(decode(ids), answer.content):
         raise BadReply("token ids that are another text under the target's tokenizer")
     return answer, counted if isinstance(counted, int) else len(ids or ())
@@ -135,7 +139,8 @@ def _id_of(token: Any) -> int | None:
     return int(number) if mark == "token_id" and number.isdecimal() else None
 
 
-def _require_thinking(answer: Message, settings: AnswerSettings) -> None:
+def require_thinking(answer: Message, settings: AnswerSettings) -> None:
+    """Raises BadReply for an answer that thinks although it should not."""
     if settings.reasoning == "off" and (answer.reasoning or "</think>" in answer.content):
         raise BadReply("thinking, with reasoning off: its template has another switch, give it with --template-kwargs")
 

@@ -18,11 +18,14 @@ from draftsmith.core.log import Advance, progress, say
 from draftsmith.data.chat import AnswerSettings, reply, request
 from draftsmith.data.conversations import Conversation, Counts
 from draftsmith.data.journal import FAILED, Journal, digest, finished, sibling
-from draftsmith.data.servers import Refused, Servers
 from draftsmith.data.replay import Replay, stopped_early
+from draftsmith.data.servers import Refused, Servers
 
 FAILURES_BEFORE_STOP = 20
 """When this many conversations failed and none was answered, the reason is not in the conversations."""
+
+
+NO_TURN = "nothing in it to answer: no turn of a user"
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ async def _answer_all(left: Iterator[Conversation], work: Work, servers: Servers
             if replay.turn:
                 work.answered(replay.conversation)
             else:
-                work.fail(conversation, "nothing in it to answer: no turn of a user")
+                work.fail(conversation, NO_TURN)
 
 
 def tally(pairs: Iterator[tuple[Conversation, Conversation]]) -> dict[str, int]:

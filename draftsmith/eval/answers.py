@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from draftsmith.core.log import progress, say
+from draftsmith.data.chat import AnswerSettings, require_thinking
 from draftsmith.data.conversations import Conversation, Message
 from draftsmith.data.journal import Journal, digest, finished
-from draftsmith.data.regenerate import Work
-from draftsmith.data.template import ChatTemplate, TemplateError
+from draftsmith.data.regenerate import NO_TURN, Work
 from draftsmith.data.replay import Replay
+from draftsmith.data.template import ChatTemplate, TemplateError
 from draftsmith.eval.decode import Decoder
 
 GROUP = 8
@@ -38,15 +40,12 @@ def answer(
     return [s.conversation if isinstance(s, Replay) else s for s in states]
 
 
-def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTemplate, out: Path, max_new: int, batch: int, seed: int = 0) -> None:
+def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTemplate, out: Path, settings: AnswerSettings, batch: int) -> None:
     """Answer everything that `out` or its unfinished file does not hold yet, and write `out` whole, in the order of `asked`.
 
     Raises ValueError when `out` or its unfinished file is of other settings, or nothing could be answered; DiskError.
     """
-    about = {
-        "model": decoder.target.fingerprint, "by": "local", "conversations": digest(asked), "max_tokens": max_new,
-        "temperature": decoder.sampling.temperature, "seed": seed,
-    }  # fmt: skip
+    about = {"model": decoder.target.fingerprint, "by": "local", "conversations": digest(asked)} | asdict(settings)
     if finished(out, about):
         say(f"{out} exists: its answers are kept")
         return
@@ -57,15 +56,25 @@ def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTempla
             for start in range(0, len(left), GROUP * batch):
                 group = left[start : start + GROUP * batch]
                 if decoder.sampling.generator is not None:
-                    decoder.sampling.generator.manual_seed(zlib.crc32(f"{seed}/{group[0].id}".encode()))
-                for conversation, found in zip(group, answer(group, decoder, template, max_new, batch, work.wrote), strict=True):
-                    if isinstance(found, TemplateError):
-                        work.fail(conversation, str(found))
-                    elif not any(m.role == "assistant" for m in found.messages):
-                        work.fail(conversation, "nothing in it to answer: no turn of a user")
-                    else:
-                        work.answered(found)
+                    decoder.sampling.generator.manual_seed(zlib.crc32(f"{settings.seed}/{group[0].id}".encode()))
+                for conversation, found in zip(group, answer(group, decoder, template, settings.max_tokens, batch, work.wrote), strict=True):
+                    try:
+                        work.answered(_checked(found, settings))
+                    except ValueError as error:
+                        work.fail(conversation, str(error))
         work.finish()
+
+
+def _checked(found: Conversation | TemplateError, settings: AnswerSettings) -> Conversation:
+    """The conversation, if it counts as answered. Raises ValueError with the reason if not."""
+    if isinstance(found, TemplateError):
+        raise found
+    turns = [m for m in found.messages if m.role == "assistant"]
+    if not turns:
+        raise ValueError(NO_TURN)
+    for turn in turns:
+        require_thinking(turn, settings)
+    return found
 
 
 def _prompts(states: list[Replay | TemplateError], template: ChatTemplate) -> list[tuple[int, Replay, list[int]]]:
@@ -74,7 +83,7 @@ def _prompts(states: list[Replay | TemplateError], template: ChatTemplate) -> li
     for i, state in enumerate(states):
         if isinstance(state, Replay) and state.waiting:
             try:
-                asked.append((i, state, template.ids(state.messages, prompt=True)))
+                asked.append((i, state, template.ids(state.messages, True, state.asked.tools)))
             except TemplateError as error:
                 states[i] = error
     return sorted(asked, key=lambda row: len(row[2]))

@@ -22,6 +22,7 @@ from draftsmith.data.chat import AnswerSettings
 from draftsmith.data.conversations import Conversation, Message, dumps, read
 from draftsmith.data.journal import FAILED, REPORT, UNFINISHED, sibling
 from draftsmith.data.regenerate import Service, regenerate
+from draftsmith.data.samples import samples_of
 from draftsmith.data.servers import ServersGone
 from draftsmith.data.template import ChatTemplate
 from draftsmith.eval.answers import answer
@@ -156,6 +157,17 @@ def test_tools_reasoning_and_absent_ids_are_kept_and_counted(tmp_path: Path) -> 
     assert {k: v for k, v in found.items() if k not in ("counts", "settings")} == wanted
 
 
+def test_an_answer_cut_within_a_character_still_becomes_a_sample(tmp_path: Path, template: ChatTemplate) -> None:
+    """vLLM leaves the bytes of an unfinished character out of the text; the ids have them."""
+    ids = template.tokenizer("né", add_special_tokens=False)["input_ids"][:2]
+    assert template.text(ids) == "n\ufffd"
+    out = tmp_path / "out.jsonl"
+    with ChatServer(lambda *_: completion("n", "length", ids=ids)) as server:
+        regenerate([Conversation("c", "k", (Message("user", "x"),))], out, service(server), SETTINGS, template.text)
+    (sample,) = samples_of(read(out)[0], template)
+    assert sample.input_ids[sample.loss_mask].tolist() == ids
+
+
 def test_when_nothing_works_it_stops_early_and_says_why(tmp_path: Path) -> None:
     asked = [Conversation(f"c{i}", "k", (Message("user", "x"),)) for i in range(100)]
     with ChatServer(lambda *_: Misbehave(400, '{"error": "no tools here"}')) as server:
@@ -242,7 +254,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(
     [
         ([], "error: who is to answer? Give --server ADDRESS (once or several times), or --local"),
         (["--local", "--server", "http://h"], "error: who is to answer?"),
-        (["--local", "--top-p", "0.5"], "error: --local knows max-tokens, temperature and seed"),
+        (["--local", "--top-p", "0.5"], "error: --local decodes greedily or at a temperature"),
         (["--local", "--max-tokens", "0"], "error: max_tokens = 0: expected at least 1"),
         (["--server", "h:80"], "error: server 'h:80': expected an address like http://localhost:8000"),
         (["--server", "http://127.0.0.1:9"], "error: no server answers: http://127.0.0.1:9/v1/models: cannot be reached"),
