@@ -15,7 +15,8 @@ from draftsmith.core.log import errors
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, check and ship draft models for speculative decoding.\n\n"
-    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`; before them, `regenerate`.",
+    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `prepare`, `capture`, `train`, `eval`, `export`.\n\n"
+    "`draftsmith regenerate` records a target's own answers to any conversations.",
 )  # fmt: skip
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
@@ -43,7 +44,7 @@ def quickstart(
 
 @app.command()
 def regenerate(
-    prompts: Annotated[Path, typer.Argument(help="File of conversations; their own answers, if any, are replaced.", show_default=False)],
+    prompts: Annotated[str, typer.Argument(help="File, hub data set or public set of conversations; their answers are replaced.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .jsonl.gz, in the order of the input.", show_default=False)],
     server: Annotated[list[str] | None, typer.Option(help="Address of a server of the target, as http://host:8000; repeat it for several.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Answer on this machine instead, in float32.")] = False,
@@ -88,6 +89,32 @@ def _object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{option} {text!r}: expected a JSON object, for example '{{\"enable_thinking\": true}}'")
     return found
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="One recipe; or files, hub data sets, public sets by name. And settings: data.max_length=4096 …", show_default=False),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="smollm2, or a directory; the recipe's when absent.", show_default=False)] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many samples, what is learned from in colour.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that would be dropped.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that render and tokenize.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write token ids and masks, .jsonl or .parquet.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file that --out names.")] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="List the public sets that can be read by name.")] = False,
+) -> None:
+    """Turn conversations into samples and count everything: shapes, drops with reasons, lengths, supervised share, coverage of draft vocabularies.
+
+    Example: draftsmith prepare my-talks.jsonl ultrachat --target /models/Qwen3-8B --show 3 data.too_long=turn
+    """
+    from draftsmith import prepare as preparing
+
+    if presets:
+        preparing.list_presets()
+    else:
+        preparing.prepare(inputs or [], target, show, strict, processes, out, force)
 
 
 @app.command()

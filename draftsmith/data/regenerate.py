@@ -44,8 +44,10 @@ class Service:
 class Work:
     """Conversations finished and failed so far, with their progress bar; writes the result and its report at the end."""
 
-    def __init__(self, journal: Journal, advance: Advance) -> None:
+    def __init__(self, journal: Journal, advance: Advance, rows: Counts | None = None) -> None:
+        """`rows`: how the conversations were read; rows that are no conversation are among the failed."""
         self.journal, self.advance = journal, advance
+        self.rows = rows or Counts(read=len(journal.asked))
         self.failed: dict[str, str] = {}
         self.tokens, self.began = 0, time.perf_counter()
         advance(len(journal.places))
@@ -79,10 +81,11 @@ class Work:
 
     def finish(self) -> dict[str, Any]:
         """Write the result, what failed, and the report, which is returned. Raises ValueError when nothing was answered."""
-        counts = Counts(read=len(self.journal.asked), kept=len(self.journal.places))
+        counts = Counts(self.rows.read, len(self.journal.places), dict(self.rows.reasons))
         failed = [(c, self.failed[c.id]) for c in self.journal.asked if c.id in self.failed]
         for conversation, reason in failed:
-            counts.drop(_kind_of(reason), conversation.id)
+            counts.drop(f"with {_kind_of(reason)}", conversation.id)
+        assert counts.read == counts.kept + counts.dropped
         if not counts.kept:
             self.journal.discard()
             raise ValueError(f"nothing was answered: {describe(counts)}")
@@ -104,18 +107,30 @@ _ALWAYS = ("turns", "token_ids", "turns_cut_by_length")
 
 
 def regenerate(
-    asked: Sequence[Conversation], out: Path, service: Service, settings: AnswerSettings, decode: Callable[[Sequence[int]], str] | None = None
+    asked: Sequence[Conversation],
+    out: Path,
+    service: Service,
+    settings: AnswerSettings,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    rows: Counts | None = None,
 ) -> None:
     """Answer every turn anew and write `out` in the order of `asked`, with `out`.report.json and perhaps `out`.failed.jsonl.
 
-    `decode`: the target's tokenizer, to check token ids with. Raises ValueError for settings that do not fit a stopped run, an existing file or the
-    servers, ServersGone when all servers are gone for `service.patience` seconds, DiskError. After any of them the same call continues.
+    `decode`: the target's tokenizer, to check token ids with. `rows`: counts of the rows that `asked` was read from.
+
+    Raises ValueError for settings that do not fit a stopped run, an existing file or the servers, ServersGone when all servers are gone for
+    `service.patience` seconds, DiskError. After any of them the same call continues.
     """
-    asyncio.run(_regenerate(asked, out, service, settings, decode))
+    asyncio.run(_regenerate(asked, out, service, settings, decode, rows))
 
 
 async def _regenerate(
-    asked: Sequence[Conversation], out: Path, service: Service, settings: AnswerSettings, decode: Callable[[Sequence[int]], str] | None
+    asked: Sequence[Conversation],
+    out: Path,
+    service: Service,
+    settings: AnswerSettings,
+    decode: Callable[[Sequence[int]], str] | None,
+    rows: Counts | None,
 ) -> None:
     pool = Servers(service.urls, service.model, service.key, service.concurrency, service.tries, service.timeout, service.patience)
     async with pool as servers:
@@ -125,7 +140,7 @@ async def _regenerate(
             return
         with Journal(out, about, asked) as journal:
             with progress("answer", len(asked), "rows") as advance:
-                work = Work(journal, advance)
+                work = Work(journal, advance, rows)
                 left = work.left
                 try:
                     async with asyncio.TaskGroup() as group:
@@ -174,7 +189,7 @@ def tally(pairs: Iterator[tuple[Conversation, Conversation]]) -> dict[str, int]:
 
 def describe(counts: Counts) -> str:
     """One line: what was read, answered, and failed with reasons."""
-    why = "; ".join(f"{n} with {reason} (first: {where})" for reason, (n, where) in counts.reasons.items())
+    why = "; ".join(f"{n} {reason} (first: {where})" for reason, (n, where) in counts.reasons.items())
     return f"read {counts.read:,} = answered {counts.kept:,} + failed {counts.dropped:,}" + (f": {why}" if why else "")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftsmith.core.log import progress, say
 from draftsmith.data.chat import AnswerSettings, require_thinking
-from draftsmith.data.conversations import Conversation, Message
+from draftsmith.data.conversations import Conversation, Counts, Message
 from draftsmith.data.journal import Journal, digest, finished
 from draftsmith.data.regenerate import NO_TURN, Work
 from draftsmith.data.replay import Replay
@@ -40,8 +40,12 @@ def answer(
     return [s.conversation if isinstance(s, Replay) else s for s in states]
 
 
-def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTemplate, out: Path, settings: AnswerSettings, batch: int) -> None:
+def record(
+    asked: Sequence[Conversation], decoder: Decoder, template: ChatTemplate, out: Path, settings: AnswerSettings, batch: int, rows: Counts | None = None
+) -> None:
     """Answer everything that `out` or its unfinished file does not hold yet, and write `out` whole, in the order of `asked`.
+
+    `rows`: counts of the rows that `asked` was read from.
 
     Raises ValueError when `out` or its unfinished file is of other settings, or nothing could be answered; DiskError.
     """
@@ -51,7 +55,7 @@ def record(asked: Sequence[Conversation], decoder: Decoder, template: ChatTempla
         return
     with Journal(out, about, asked) as journal:
         with progress("answer", len(asked), "rows") as advance:
-            work = Work(journal, advance)
+            work = Work(journal, advance, rows)
             left = list(work.left)
             for start in range(0, len(left), GROUP * batch):
                 group = left[start : start + GROUP * batch]

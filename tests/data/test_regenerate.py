@@ -249,6 +249,25 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(
     assert "error: " in command([*arguments, "--temperature", 1], output)[1]
 
 
+def test_rows_of_any_shape_are_asked_and_bad_ones_counted(tmp_path: Path, script: Script) -> None:
+    """ShareGPT rows of one id, an Alpaca row, a torn one, one without a user, and text that is rendered already."""
+    talk = {"id": "twice", "conversations": [{"from": "human", "value": "question 1"}, {"from": "gpt", "value": "other"}]}
+    lines = [talk, talk | {"id": "twice#2"}, talk, {"instruction": "question 2", "output": "other"}, {"messages": [{"role": "system", "content": "s"}]}]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    text = {"text": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"}
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, text]) + "{torn\n")
+    with ChatServer(script) as server:
+        code, printed = command(["regenerate", prompts, out, "--server", server.url, "--max-tokens", 4], tmp_path / "output.txt")
+    assert code == 0, printed
+    assert [(c.id, c.messages[0].content) for c in read(out)] == [
+        ("twice", "question 1"), ("twice#2", "question 1"), ("twice#3", "question 1"), ("line-4", "question 2"),
+    ]  # fmt: skip
+    counts = report(out)["counts"]
+    assert counts.startswith("read 7 = answered 4 + failed 3: ")
+    for reason in ("1 that are no valid JSON", "1 that are rendered already", "1 with nothing in it to answer"):
+        assert reason in counts
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
