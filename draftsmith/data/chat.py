@@ -115,7 +115,8 @@ def _message(row: Mapping[str, Any], reason: str, ids: tuple[int, ...] | None) -
 
 def _ids(choice: Mapping[str, Any], counted: int | None) -> tuple[int, ...] | None:
     """Token ids wherever the server put them; None where it gives none."""
-    ids, slack = choice.get("token_ids"), 0
+    ids: Any = choice.get("token_ids")
+    slack = 0
     logprobs = choice.get("logprobs")
     if ids is None and isinstance(logprobs, Mapping) and isinstance(logprobs.get("content"), list):
         ids, slack = [_id_of(token) for token in logprobs["content"]], 1  # llama-server counts the end token and does not list it

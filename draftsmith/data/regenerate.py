@@ -173,7 +173,7 @@ async def _answer_all(left: Iterator[Conversation], work: Work, servers: Servers
 def tally(pairs: Iterator[tuple[Conversation, Conversation]]) -> dict[str, int]:
     """Figures of a result, from what was asked and what came out."""
     names = ("turns", "token_ids", "turns_cut_by_length", "turns_without_token_ids", "turns_with_tool_calls", "turns_with_reasoning")
-    found = dict.fromkeys((*names, "conversations_stopped_at_another_tool_call", "conversations_with_openings_left_out"), 0)
+    found: dict[str, int] = dict.fromkeys((*names, "conversations_stopped_at_another_tool_call", "conversations_with_openings_left_out"), 0)
     for asked, answered in pairs:
         turns = [m for m in answered.messages if m.role == "assistant"]
         found["turns"] += len(turns)

@@ -249,6 +249,20 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(
     assert "error: " in command([*arguments, "--temperature", 1], output)[1]
 
 
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, prompts: Path, slow: ChatServer) -> None:
+    out, output = tmp_path / "out.jsonl", tmp_path / "output.txt"
+    process = start(["regenerate", prompts, out, "--server", slow.url, "--max-tokens", 10, "--concurrency", 2], output=output)
+    unfinished = sibling(out, UNFINISHED)
+    while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 3:
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(20)
+    assert process.exitcode == 130
+    assert "the same command continues" in output.read_text()
+    assert "Traceback" not in output.read_text()
+
+
 def test_rows_of_any_shape_are_asked_and_bad_ones_counted(tmp_path: Path, script: Script) -> None:
     """ShareGPT rows of one id, an Alpaca row, a torn one, one without a user, and text that is rendered already."""
     talk = {"id": "twice", "conversations": [{"from": "human", "value": "question 1"}, {"from": "gpt", "value": "other"}]}
