@@ -160,6 +160,7 @@ def test_the_work_of_a_server_that_dies_moves_and_comes_back_when_it_does() -> N
     with ChatServer(good) as survivor, ChatServer(dying) as mortal:
         assert ask([survivor.url, mortal.url], count=150, each=3) == [YES] * 150
         assert len(reborn[0].asked) > 10
+        assert reborn[0].most == 3  # after its first answer it is no suspect any more
         assert {b["n"] for s in (survivor, mortal, reborn[0]) for b in s.asked} == set(range(150))
         reborn[0].close()
 
