@@ -15,22 +15,24 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core import config as configs
 from draftsmith.core.disk import write_text
-from draftsmith.core.env import best_device, dtype_of
+from draftsmith.core.env import api_key, best_device, dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import FeatureSpec, Sample
-from draftsmith.data import cache, conversations, vocab
+from draftsmith.data import cache, vocab
 from draftsmith.data.cache import ArrowSamples
-from draftsmith.data.config import DataConfig
-from draftsmith.data.conversations import Conversation
-from draftsmith.data.prepare import Figures, open_job
+from draftsmith.data.chat import AnswerSettings
+from draftsmith.data.config import DataConfig, SourceConfig
+from draftsmith.data.conversations import Conversation, Counts
+from draftsmith.data.prepare import Figures, Job, open_job
+from draftsmith.data.regenerate import Service, regenerate
 from draftsmith.data.show import describe
-from draftsmith.data.sources import chunks
+from draftsmith.data.sources import chunks, open_source
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS
-from draftsmith.drafts.base import Draft
+from draftsmith.drafts.base import Draft, Sampling
+from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
 from draftsmith.eval.report import Prompt, evaluate, show, spread
 from draftsmith.export.write import export
@@ -166,12 +168,43 @@ def plain_decoder(where: str, device: str, dtype: torch.dtype, template: ChatTem
     return Decoder(TargetModel.load(where, dtype, device), Target.load(where, device, dtype), template.end_ids)
 
 
-def record_answers(prompts: Path, out: Path, target: str, max_new: int, batch: int) -> None:
-    """Greedy answers of a target to a file of conversations."""
-    asked, where = conversations.read(prompts), target_directory(target)
-    template = ChatTemplate.load(where)
-    record(asked, plain_decoder(where, best_device(), torch.float32, template), template, out, max_new, batch)
-    say(f"{len(asked):,} conversations with answers in {out}")
+def asked_of(prompts: str) -> tuple[list[Conversation], Counts]:
+    """Every conversation of a file, a hub data set or a public set, ids made different, and what became of its rows."""
+    job, figures = Job((open_source(SourceConfig(path=prompts), "train"),), DataConfig(), None), Figures()
+    asked: list[Conversation] = []
+    seen: dict[str, int] = {}
+    for entry in (entry for chunk in chunks(job.sources) for entry in job.entries(chunk, figures)):
+        if not isinstance(entry.item, Conversation):
+            figures.counts.drop("that are rendered already", entry.where)
+            continue
+        name = entry.name
+        while name in seen:
+            seen[entry.name] += 1
+            name = f"{entry.name}#{seen[entry.name]}"
+        seen[name] = 1
+        asked.append(replace(entry.item, id=name))
+    if not asked:
+        raise ValueError(f"{prompts} holds nothing to ask: {figures.counts.describe()}")
+    return asked, figures.counts
+
+
+def answer_locally(prompts: str, out: Path, target: str, settings: AnswerSettings, batch: int) -> None:
+    """The target's answers to conversations, decoded on this machine in float32. Raises ValueError for settings that need a server."""
+    if (settings.top_p, settings.token_ids) != (1.0, AnswerSettings.token_ids):
+        raise ValueError("--local decodes greedily or at a temperature and always records token ids; --top-p and --token-ids need a server")
+    (asked, rows), where = asked_of(prompts), target_directory(target)
+    template, device = ChatTemplate.load(where, variables=settings.template_variables), best_device()
+    decoder = plain_decoder(where, device, torch.float32, template)
+    if settings.temperature:
+        decoder = replace(decoder, sampling=Sampling(settings.temperature, torch.Generator(device)))
+    record(asked, decoder, template, out, settings, batch, rows)
+
+
+def answer_by_servers(prompts: str, out: Path, target: str | None, settings: AnswerSettings, service: Service) -> None:
+    """The target's answers to conversations, from servers; with `target`, token ids are checked with its tokenizer."""
+    decode = None if target is None else ChatTemplate.load(target_directory(target)).text
+    asked, rows = asked_of(prompts)
+    regenerate(asked, out, replace(service, key=api_key()), settings, decode, rows)
 
 
 def capture(run: Run) -> None:

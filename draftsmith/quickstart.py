@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core.config import dump, load, parse
 from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
 from draftsmith.core.types import FeatureBatch, Progress
 from draftsmith.data import bundled
+from draftsmith.data.chat import AnswerSettings
+from draftsmith.eval.answers import record
 from draftsmith.eval.report import spread
 from draftsmith.features.pack import pack
 from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, target_directory, train, write_report
@@ -69,7 +70,7 @@ def _with_data(target: str, run: str) -> Recipe:
         folder = cache_dir() / "answers" / own.target.fingerprint
         for split, count in (("train", OTHER_TARGET_PROMPTS), ("held-out", None)):
             asked = spread(bundled.prompts(split), count)
-            record(asked, decoder, own.template, folder / f"{split}.jsonl", own.recipe.data.max_answer, batch=32)
+            record(asked, decoder, own.template, folder / f"{split}.jsonl", AnswerSettings(own.recipe.data.max_answer), batch=32)
         overrides += [f"data.train={folder / 'train.jsonl'}", f"data.held_out={folder / 'held-out.jsonl'}"]
     return parse(Recipe, RECIPE.read_text(), overrides, str(RECIPE))
 

@@ -58,7 +58,7 @@ def edit(recipe: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_help_names_every_stage_and_the_start(tmp_path: Path) -> None:
     text = printed(tmp_path, "--help", code=0)
-    assert all(re.search(rf"^│ {name}\b", text, re.MULTILINE) for name in ("quickstart", "answers", *STAGES))
+    assert all(re.search(rf"^│ {name}\b", text, re.MULTILINE) for name in ("quickstart", "regenerate", *STAGES))
     assert "draftsmith quickstart" in text
 
 
@@ -69,7 +69,9 @@ def test_help_of_a_stage_shows_recipe_and_overrides(tmp_path: Path, stage: str) 
     assert "key.sub=value" in text
 
 
-@pytest.mark.parametrize(("name", "options"), [("quickstart", ["--target", "--minutes", "--run"]), ("answers", ["--target", "--max-new", "--batch"])])
+@pytest.mark.parametrize(
+    ("name", "options"), [("quickstart", ["--target", "--minutes", "--run"]), ("regenerate", ["--server", "--local", "--target", "--max-tokens", "--batch"])]
+)
 def test_help_of_the_others_shows_their_options(tmp_path: Path, name: str, options: list[str]) -> None:
     text = printed(tmp_path, name, "--help", code=0)
     assert all(option in text for option in options)
@@ -293,11 +295,12 @@ def test_an_export_goes_where_it_is_told(finished: tuple[Path, dict[str, str]], 
         assert (tmp_path / "shipped" / name).read_bytes() == (finished[0].parent / "run" / "export" / name).read_bytes()
 
 
-def test_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_target: Path, talks: list[Conversation], template: ChatTemplate) -> None:
+def test_local_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_target: Path, talks: list[Conversation], template: ChatTemplate) -> None:
     asked = [talks[0], talks[1], talks[3]]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl.gz"
     prompts.write_text(dumps(asked))
-    printed(tmp_path, "answers", prompts, out, "--target", tiny_target, "--max-new", 6, "--batch", 2, code=0)
+    arguments = ["regenerate", prompts, out, "--local", "--target", tiny_target, "--max-tokens", 6, "--batch", 2]
+    printed(tmp_path, *arguments, code=0)
     found = read(out)
     assert [c.users_only() for c in found] == [c.users_only() for c in asked]
     for conversation in found:
@@ -308,6 +311,20 @@ def test_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_t
             assert message.content == template.text(message.token_ids)
             assert (message.finish_reason == "stop") == (message.token_ids[-1] in template.end_ids)
     before = out.read_bytes()
-    assert "kept" in printed(tmp_path, "answers", prompts, out, "--target", tiny_target, code=0)
+    assert "kept" in printed(tmp_path, *arguments, code=0)
+    assert "max_tokens = 6, asked for now is 7" in printed(tmp_path, *arguments, "--max-tokens", 7, code=2)
     assert out.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl.gz", "output.txt", "prompts.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl.gz", "answers.jsonl.gz.report.json", "output.txt", "prompts.jsonl"]
+
+
+def test_sampled_local_answers_repeat_with_their_seed(tmp_path: Path, tiny_target: Path, talks: list[Conversation]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(dumps(talks))
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "same", "other", "greedy")}
+    settings = {"one": (1, 3), "same": (1, 3), "other": (1, 4), "greedy": (0, 3)}
+    for name, (temperature, seed) in settings.items():
+        sampling = ("--temperature", temperature, "--seed", seed, "--max-tokens", 6)
+        printed(tmp_path, "regenerate", prompts, files[name], "--local", "--target", tiny_target, *sampling, code=0)
+    one, same, other, greedy = (files[name].read_bytes() for name in settings)
+    assert one == same
+    assert len({one, other, greedy}) == 3

@@ -15,6 +15,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
 
 
+def engines_dir() -> Path:
+    """Virtual environment with the serving engines that interop tests start: `DRAFTSMITH_ENGINES`, else `.venv-engines` (`make engines`)."""
+    return Path(os.environ.get("DRAFTSMITH_ENGINES") or ".venv-engines")
+
+
+def api_key() -> str | None:
+    """Sent to inference servers as a bearer token: `DRAFTSMITH_API_KEY`."""
+    return os.environ.get("DRAFTSMITH_API_KEY") or None
+
+
 def best_device() -> str:
     """`cuda` where there is one, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -69,11 +69,12 @@ class Done:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides which samples come out of rows. `excluded`: hashes of what the held-out conversations ask."""
+    """Everything that decides which samples come out of rows; without a template, only which conversations. `excluded`: hashes of what the held-out
+    conversations ask."""
 
     sources: tuple[Source, ...]
     config: DataConfig
-    template: ChatTemplate
+    template: ChatTemplate | None
     split: str = "train"
     excluded: frozenset[bytes] = frozenset()
 
@@ -123,6 +124,7 @@ class Job:
 
     def run(self, chunk: Chunk) -> tuple[list[Done], Figures]:
         """The samples of a chunk in order, and what became of its rows."""
+        assert self.template is not None
         figures = Figures()
         entries = list(self.entries(chunk, figures))
         done: list[Done] = []
