@@ -14,7 +14,7 @@ from draftsmith.core.log import errors
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, check and ship draft models for speculative decoding.\n\n"
-    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`.",
+    "Start with `draftsmith quickstart`. The same stages one by one, with a recipe: `prepare`, `capture`, `train`, `eval`, `export`.",
 )  # fmt: skip
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
@@ -52,6 +52,32 @@ def answers(
     from draftsmith import pipeline
 
     pipeline.record_answers(prompts, out, target, max_new, batch)
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="One recipe; or files, hub data sets, public sets by name. And settings: data.max_length=4096 …", show_default=False),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="smollm2, or a directory; the recipe's when absent.", show_default=False)] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many samples, what is learned from in colour.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that would be dropped.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that render and tokenize.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write token ids and masks, .jsonl or .parquet.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file that --out names.")] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="List the public sets that can be read by name.")] = False,
+) -> None:
+    """Turn conversations into samples and count everything: shapes, drops with reasons, lengths, supervised share, coverage of draft vocabularies.
+
+    Example: draftsmith prepare my-talks.jsonl ultrachat --target /models/Qwen3-8B --show 3 data.too_long=turn
+    """
+    from draftsmith import prepare as preparing
+
+    if presets:
+        preparing.list_presets()
+    else:
+        preparing.prepare(inputs or [], target, show, strict, processes, out, force)
 
 
 @app.command()

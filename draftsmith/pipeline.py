@@ -21,8 +21,13 @@ from draftsmith.core.disk import write_text
 from draftsmith.core.env import best_device, dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import FeatureSpec, Sample
-from draftsmith.data import bundled, conversations, samples, vocab
+from draftsmith.data import cache, conversations, vocab
+from draftsmith.data.cache import ArrowSamples
+from draftsmith.data.config import DataConfig
 from draftsmith.data.conversations import Conversation
+from draftsmith.data.prepare import Figures, open_job
+from draftsmith.data.show import describe
+from draftsmith.data.sources import chunks
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS
 from draftsmith.drafts.base import Draft
@@ -50,6 +55,12 @@ def target_directory(name: str) -> str:
         return str(smollm2.directory())
     require_directory(name)
     return name
+
+
+def template_of(where: str, data: DataConfig) -> ChatTemplate:
+    """The tokenizer of a target, with the template and its variables as the settings say."""
+    switch = {} if data.thinking is None else {"enable_thinking": data.thinking, "thinking": data.thinking}
+    return ChatTemplate.load(where, data.template, switch | data.template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Run:
     @cached_property
     def template(self) -> ChatTemplate:
         """The target's tokenizer."""
-        return ChatTemplate.load(self.where)
+        return template_of(self.where, self.recipe.data)
 
     @cached_property
     def spec(self) -> FeatureSpec:
@@ -89,21 +100,32 @@ class Run:
         kind = DRAFTS[self.recipe.draft.kind]
         return replace(kind.needs(self.recipe.draft, self.target.shape), dtype=self.recipe.features.dtype)
 
-    def conversations(self, split: str, everything: bool = False) -> list[Conversation]:
-        """Training (`train`) or held-out (`held-out`) conversations; `everything`: whatever data.limit says."""
-        data = self.recipe.data
-        where = data.train if split == "train" else data.held_out
-        found = bundled.conversations(split) if where == "bundled" else conversations.read(where)
-        return spread(found, None if everything else data.limit) if split == "train" else found
+    @cached_property
+    def held_out(self) -> tuple[ArrowSamples, Figures]:
+        """All held-out samples and what became of their rows."""
+        return self._prepared("held-out", frozenset())
 
-    def samples(self, split: str, everything: bool = False) -> list[Sample]:
-        """Rendered and masked, with the counts printed."""
-        found = self.conversations(split, everything)
-        if split == "held-out":
-            found = spread(found, self.recipe.data.held_out_features)
-        prepared = samples.prepare(found, self.template, self.recipe.data.max_length)
-        say(f"{split}: {prepared.describe()}")
-        return prepared.samples
+    @cached_property
+    def train(self) -> tuple[ArrowSamples, Figures]:
+        """All training samples; conversations that ask what a held-out one asks are not among them."""
+        return self._prepared("train", self.held_out[0].asked)
+
+    def _prepared(self, split: str, excluded: frozenset[bytes]) -> tuple[ArrowSamples, Figures]:
+        found, figures = cache.prepare(open_job(self.recipe.data, self.template, split, excluded), title=split)
+        say(f"{split}: {describe(found, figures)}")
+        return found, figures
+
+    def conversations(self, split: str) -> list[Conversation]:
+        """Conversations (`train` or `held-out`) out of the recipe's sources; rows that are none are left out."""
+        job = open_job(self.recipe.data, self.template, split)
+        entries = (entry for chunk in chunks(job.sources) for entry in job.entries(chunk, Figures()))
+        return [replace(entry.item, id=entry.name) for entry in entries if isinstance(entry.item, Conversation)]
+
+    def samples(self, split: str, everything: bool = False) -> ArrowSamples:
+        """Rendered and masked; of the training split data.limit conversations unless `everything`, of the held-out one data.held_out_features."""
+        data = self.recipe.data
+        found, _ = self.train if split == "train" else self.held_out
+        return found.spread((None if everything else data.limit) if split == "train" else data.held_out_features)
 
     def new_draft(self) -> Draft:
         """With seeded weights, before `initialise`."""
@@ -122,7 +144,7 @@ class Run:
 
     def identity(self, found: Sequence[Sample]) -> files.Identity:
         """What its feature files must be of."""
-        template = hashlib.sha256(str(self.template.tokenizer.chat_template).encode()).hexdigest()[:16]
+        template = hashlib.sha256(self.template.jinja().encode()).hexdigest()[:16]
         compute = str(dtype_of(self.recipe.features.compute, self.device)).removeprefix("torch.")
         return files.Identity.of(self.target.fingerprint, self.spec, compute, template, found)
 
@@ -219,7 +241,7 @@ def evaluation_prompts(run: Run) -> list[Prompt]:
     for c in spread(run.conversations("held-out"), run.recipe.eval.prompts):
         ends = [i for i, m in enumerate(c.messages) if m.role == "assistant"]
         before = c.messages[: ends[-1]] if ends else c.messages
-        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, prompt=True))))
+        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, True, c.tools))))
     return found
 
 

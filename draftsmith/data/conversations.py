@@ -145,12 +145,11 @@ def dumps(conversations: Sequence[Conversation]) -> str:
     return "".join(json.dumps(c.to_row(), ensure_ascii=False) + "\n" for c in conversations)
 
 
-def unknown_role(role: str, known: Iterable[str]) -> RowError:
-    """The error for a role that is none of `known`, with the closest one."""
-    known = tuple(known)
-    near = difflib.get_close_matches(role.lower(), known, n=1)
+def unknown_role(role: str, known: Iterable[str], expected: str) -> RowError:
+    """The error for a role that is none of `known`, with the closest one; `expected` lists the usual ones."""
+    near = difflib.get_close_matches(role.lower(), tuple(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return RowError(f"with the unknown role {short(role)}{hint}", f"unknown role {role!r}; expected {', '.join(known[:-1])} or {known[-1]}{hint}")
+    return RowError(f"with the unknown role {short(role)}", f"unknown role {role!r}; expected {expected}{hint}")
 
 
 def short(value: Any) -> str:
@@ -194,7 +193,7 @@ def _message(row: Any) -> Message:
         raise RowError("with a message without `role`", f"a message needs `role` and `content` as text, got {short(row)}")
     role = ROLES.get(row["role"])
     if role is None:
-        raise unknown_role(row["role"], ("system", "user", "assistant", "tool"))
+        raise unknown_role(row["role"], ROLES, "system, user, assistant or tool")
     calls = _tool_calls(row)
     reasoning = next((row[key] for key in REASONING if row.get(key) is not None), None)
     if reasoning is not None and not isinstance(reasoning, str):

@@ -30,6 +30,20 @@ NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor 
 OTHER_END = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}" + HEADER
 )
+TRIMS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}" + HEADER
+BEGINS = (
+    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN_WORDS = (
+    "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+HISTORY_END = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def changed(template: ChatTemplate, jinja: str, eos: str | None = None) -> ChatTemplate:
