@@ -180,7 +180,7 @@ def test_layers_that_the_target_lacks_are_refused(recipe: Path, stage: str, laye
     ("text", "said"),
     [
         ("", "holds no conversation: it is empty"),
-        ("{\n", ":1 is not valid JSON"),
+        ("{\n", ":1: not valid JSON"),
         ('{"messages": [{"role": "human", "content": "x"}]}\n', ":1: unknown role 'human'"),
         ('{"messages": [{"role": "user", "content": null}]}\n', ":1: a message needs `role` and `content` as text"),
         (None, "no conversations at"),
@@ -202,15 +202,15 @@ def test_nothing_left_to_train_on_gives_the_reasons(recipe: Path) -> None:
     (recipe.parent / "train.jsonl").write_text(dumps(talks))
     text = printed(recipe.parent, "capture", recipe, code=2)
     assert "error: nothing left to train on: read 2 = kept 0 + dropped 2" in text
-    assert "1 without an assistant turn (first: first)" in text
-    assert "1 with answers of fewer than two tokens (first: second)" in text
+    assert f"1 without an assistant turn (first: {recipe.parent / 'train.jsonl'}:1)" in text
+    assert f"1 with answers of fewer than two tokens (first: {recipe.parent / 'train.jsonl'}:2)" in text
 
 
 def test_a_dropped_conversation_is_counted_and_the_rest_goes_on(recipe: Path, talks: list[Conversation]) -> None:
     lonely = Conversation("lonely", "k", (Message("user", "a"),))
     (recipe.parent / "train.jsonl").write_text(dumps([*talks[:3], lonely]))
     text = printed(recipe.parent, "capture", recipe, code=0)
-    assert "train: read 4 = kept 3 + dropped 1: 1 without an assistant turn (first: lonely)" in text
+    assert f"train: read 4 = kept 3 + dropped 1: 1 without an assistant turn (first: {recipe.parent / 'train.jsonl'}:4)" in text
 
 
 @pytest.mark.parametrize(("stage", "said"), [("train", "draftsmith capture"), ("eval", "draftsmith train"), ("export", "draftsmith train")])

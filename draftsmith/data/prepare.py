@@ -103,9 +103,9 @@ class Job:
         try:
             row = json.loads(raw) if isinstance(raw, bytes) else raw
         except ValueError as error:
-            raise RowError("that are no valid JSON", f"is not valid JSON in UTF-8 ({error}); expected one conversation a line") from error
+            raise RowError("that are no valid JSON", f"not valid JSON in UTF-8 ({error}); expected one conversation a line") from error
         except RecursionError as error:
-            raise RowError("that are nested too deep", "is nested too deep") from error
+            raise RowError("that are nested too deep", "nested too deep to be read") from error
         default = f"line-{number}" if len(self.sources) == 1 else f"{source.name}:{number}"
         if source.convert is not None:
             label, convert = f"{source.name}: the set's own columns", source.convert

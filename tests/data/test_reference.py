@@ -29,32 +29,9 @@ KINDS = {
     "plain words": templates.PLAIN_WORDS,
     "ends otherwise in history": templates.HISTORY_END,
 }
+MARKS = ("<|im_end|>", "<|im_start|>", "<|im_start|>assistant\n", "<|endoftext|>", "<|im_", "assistant\n", ": ", "###")
 words = st.sampled_from(
-    [
-        "",
-        " ",
-        "\n",
-        "\n\n",
-        "a",
-        "hello world",
-        "  two",
-        "\tx",
-        "don't",
-        "1234",
-        "\u00e9\u4e2d",
-        "\U0001f600",
-        "</think>",
-        "<think>",
-        "hm",
-        "###",
-        "<|im_end|>",
-        "<|im_start|>",
-        "<|im_start|>assistant\n",
-        "<|endoftext|>",
-        "<|im_",
-        "assistant\n",
-        ": ",
-    ]  # fmt: skip
+    ("", " ", "\n", "\n\n", "a", "hello world", "  two", "\tx", "don't", "1234", "\u00e9\u4e2d", "\U0001f600", "</think>", "<think>", *MARKS)
 )
 texts = st.lists(words, max_size=5).map("".join)
 turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
