@@ -150,7 +150,7 @@ def _make(job: Job, folder: Path, strict: bool, title: str) -> None:
     """All chunks that are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
     count = 0
-    with progress(title, float("nan"), "conversations") as advance:
+    with progress(title, None, "conversations") as advance:
         for number, figures in _results(job, folder):
             count = number + 1
             advance(figures.counts.read, f"{figures.counts.read} read")

@@ -120,7 +120,9 @@ def headers(template: ChatTemplate) -> dict[str, str]:
             continue
         found[role] = text[len(known) :].partition(PROBE)[0] if PROBE in text and text.startswith(known) else ""
     start = str(template.tokenizer.bos_token or "")
-    whole = {role: text.strip().removeprefix(start).strip() for role, text in found.items()}
+    whole = {role: text.strip() for role, text in found.items()}
+    if not whole.get("user", "").startswith(start):  # then it opens the conversation, not each turn
+        whole["system"] = whole.get("system", "").removeprefix(start).strip()
     # The first line is enough, and the rest may depend on the conversation, unless it alone tells two roles apart.
     first = {role: text.partition("\n")[0] for role, text in whole.items()}
     chosen: dict[str, str] = {}
