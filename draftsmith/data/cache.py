@@ -153,7 +153,7 @@ def _make(job: Job, folder: Path, strict: bool, title: str) -> None:
     with progress(title, None, "conversations") as advance:
         for number, figures in _results(job, folder):
             count = number + 1
-            advance(figures.counts.read, f"{figures.counts.read} read")
+            advance(figures.counts.read)
             _require_strict(figures, strict)
     write_text(folder / "done.json", json.dumps({"chunks": count}))
 

@@ -70,11 +70,11 @@ def write(path: Path, found: Mapping[str, tuple[ArrowSamples, Figures]], templat
 
 def by_frequency(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The ids in use, the most frequent first, and each token as its place among them."""
-    unique, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return unique[order], place[inverse]
+    counts = np.bincount(ids)
+    table = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
+    place = np.zeros(len(counts), np.int64)
+    place[table] = np.arange(len(table))
+    return table, place[ids]
 
 
 def leb128(numbers: np.ndarray) -> bytes:

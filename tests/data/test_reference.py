@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import reference
@@ -42,6 +43,19 @@ def real() -> ChatTemplate:
     return ChatTemplate.load(str(smollm2.directory()))
 
 
+@functools.cache
+def _kept() -> dict[tuple[str, str], ChatTemplate]:
+    return {}
+
+
+def made(tokenizer: str, base: ChatTemplate, kind: str) -> ChatTemplate:
+    """The tokenizer under a template, made once: copying a tokenizer takes longer than a hundred examples."""
+    jinja, eos = KINDS[kind], "<|endoftext|>" if kind in ("other end", "ends otherwise in history") else None
+    if (tokenizer, kind) not in _kept():
+        _kept()[tokenizer, kind] = base if jinja is None else changed(base, jinja, eos)
+    return _kept()[tokenizer, kind]
+
+
 def conversation(pairs: list[tuple[str, str]], system: str | None) -> Conversation:
     first = () if system is None else (Message("system", system),)
     return Conversation("c", "k", (*first, *(Message(r, t) for pair in pairs for r, t in zip(("user", "assistant"), pair, strict=True))))
@@ -66,8 +80,7 @@ def expanded(samples: list[tuple[list[int], list[bool]]]) -> list[tuple[list[int
 @given(pairs=turns, system=st.none() | texts)
 def test_fast_equals_slow(template: ChatTemplate, real: ChatTemplate, tokenizer: str, kind: str, pairs: list[tuple[str, str]], system: str | None) -> None:
     base = template if tokenizer == "tiny" else real
-    jinja = KINDS[kind]
-    own = base if jinja is None else changed(base, jinja, "<|endoftext|>" if kind in ("other end", "ends otherwise in history") else None)
+    own = made(tokenizer, base, kind)
     talk = conversation(pairs, system)
     if kind == "no end":  # without end marks, where a text must be split is a choice; what is learned after which ids is not
         assert expanded(found(own, talk)) == expanded(reference.samples(talk, own))
@@ -111,9 +124,12 @@ def test_pieces_tokenize_to_the_ids_of_the_whole(template: ChatTemplate, real: C
 @settings(deadline=None, max_examples=20)
 @given(text=st.lists(st.sampled_from(["<s>", " ", "\n", "a", "<|im_end|>", "<|im_start|>"]), max_size=8).map("".join))
 def test_marks_that_depend_on_their_neighbours_do_too(real: ChatTemplate, flag: str, text: str) -> None:
-    tokenizer = copy.deepcopy(real.tokenizer)
-    tokenizer.add_tokens([AddedToken("<s>", **{"normalized": False, "special": True, flag: True})], special_tokens=True)
-    own = ChatTemplate(tokenizer, "other")
+    if ("flag", flag) not in _kept():
+        copied = copy.deepcopy(real.tokenizer)
+        copied.add_tokens([AddedToken("<s>", **{"normalized": False, "special": True, flag: True})], special_tokens=True)
+        _kept()["flag", flag] = ChatTemplate(copied, "other")
+    own = _kept()["flag", flag]
+    tokenizer = own.tokenizer
     assert own.encode(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
