@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import select
-import subprocess
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,15 +102,18 @@ def browse(program: str, profile: Path) -> Iterator[Page]:
     """Start Chromium with an empty profile and open a tab; it is ended at the end."""
     to_browser, write = os.pipe()
     read, from_browser = os.pipe()
-    # The browser expects the pipes as descriptors 3 and 4, which the test process may use for others.
-    command = ["/bin/sh", "-c", f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}', program, *FLAGS, f"--user-data-dir={profile}"]
-    process = subprocess.Popen(command, pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [program, *FLAGS, f"--user-data-dir={profile}"]
+    actions = [
+        (os.POSIX_SPAWN_DUP2, to_browser, 3), (os.POSIX_SPAWN_DUP2, from_browser, 4),  # where the browser expects its pipes
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0), (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+    ]  # fmt: skip
+    process = os.posix_spawn(program, arguments, os.environ, file_actions=actions)
     os.close(to_browser)
     os.close(from_browser)
     try:
         yield Page(write, read)
     finally:
-        process.kill()
-        process.wait()
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
         os.close(write)
         os.close(read)
