@@ -230,6 +230,15 @@ def test_headers_of_roles_are_found_by_asking_the_template(template: ChatTemplat
     assert page.headers(changed(template, jinja)) == expected
 
 
+def test_a_first_token_of_the_template_is_no_part_of_a_header(template: ChatTemplate) -> None:
+    chatml = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    chatml = "{{ bos_token }}" + chatml + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for bos in ("<|endoftext|>", "<|im_start|>"):
+        opened = changed(template, chatml if bos != "<|im_start|>" else chatml.removeprefix("{{ bos_token }}"))
+        opened.tokenizer.bos_token = bos
+        assert page.headers(opened) == CHATML
+
+
 def test_turns_begin_at_their_headers(template: ChatTemplate, tmp_path: Path) -> None:
     row = {"messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "user"), ("assistant", "ok"), ("tool", "é"), ("assistant", "yes"))]}
     samples, figures = prepared(template, tmp_path, [row])
