@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import gzip
@@ -147,8 +148,6 @@ def _json(path: Path) -> Iterator[tuple[int, Raw]]:
         return
     decoder, buffer, number = json.JSONDecoder(), "", 0
     with _open(path) as file:
-        import codecs
-
         text = codecs.getreader("utf-8-sig")(file)
         buffer = text.read(READ_CHARACTERS).lstrip()[1:]
         while True:
@@ -206,8 +205,10 @@ def _hub_rows(hub: str, subsets: tuple[str | None, ...], split: str) -> Iterator
 
 def _hub(ask: Any, hub: str) -> Any:
     """Through `datasets`, which reads the hub and local folders. Raises ValueError with its reason."""
-    import datasets
-
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"data set {hub!r} is read through the package datasets; install it with: pip install 'draftsmith[hub]'") from error
     try:
         return ask(datasets)
     except Exception as error:  # it raises a dozen kinds: no such set, no such split, no network, gated

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations import Message, RowError, arguments
+from draftsmith.data.words import Words
 
 RENDERING = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What a template raises when it meets something that it was not written for."""
@@ -160,7 +161,33 @@ class ChatTemplate:
         backend = backend.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        return [np.array(e.ids, np.int32) for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        looked_up = [self._look_up(text) for text in texts]
+        asked = [text for text, ids in zip(texts, looked_up, strict=True) if ids is None]
+        encoded = iter(backend.encode_batch_fast(asked, add_special_tokens=False)) if asked else iter(())
+        return [np.array(next(encoded).ids if ids is None else ids, np.int32) for ids in looked_up]
+
+    def _look_up(self, piece: str) -> list[int] | None:
+        """Ids of a piece out of the dictionary of words; None if it has to be tokenized."""
+        if self._words is None or self._split_at is None:
+            return None
+        mark = self._split_at.match(piece)
+        start = mark.end() if mark else 0
+        if self._split_at.search(piece, start):
+            return None
+        ids = self._words.ids(piece[start:])
+        return [self._mark_ids[mark.group()], *ids] if mark and ids is not None else ids
+
+    @cached_property
+    def _words(self) -> Words | None:
+        added: Any = self.tokenizer.added_tokens_decoder
+        plain = all(not (t.normalized or t.lstrip or t.rstrip or t.single_word) for t in added.values())
+        backend: Any = self.tokenizer
+        return Words.of(backend.backend_tokenizer) if plain and self.tokenizer.is_fast else None
+
+    @cached_property
+    def _mark_ids(self) -> dict[str, int]:
+        added: Any = self.tokenizer.added_tokens_decoder
+        return {token.content: number for number, token in added.items()}
 
     def tokens_before(self, piece: str, characters: int, whole: bool) -> int:
         """How many tokens of a piece begin in its first characters, or with `whole` also end there. Raises TemplateError without offsets."""
