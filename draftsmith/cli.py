@@ -102,7 +102,8 @@ def prepare(
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that would be dropped.")] = False,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes that render and tokenize.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="Also write token ids and masks, .jsonl or .parquet.", show_default=False)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file that --out names.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to browse the samples in: one file, no network.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files that --out and --html name.")] = False,
     presets: Annotated[bool, typer.Option("--presets", help="List the public sets that can be read by name.")] = False,
 ) -> None:
     """Turn conversations into samples and count everything: shapes, drops with reasons, lengths, supervised share, coverage of draft vocabularies.
@@ -114,7 +115,7 @@ def prepare(
     if presets:
         preparing.list_presets()
     else:
-        preparing.prepare(inputs or [], target, show, strict, processes, out, force)
+        preparing.prepare(inputs or [], target, show, strict, processes, out, html, force)
 
 
 @app.command()

@@ -16,16 +16,17 @@ import yaml
 from draftsmith.core.config import Config, load, parse
 from draftsmith.core.disk import write_bytes
 from draftsmith.core.log import say, table
-from draftsmith.data import cache
+from draftsmith.data import cache, page
 from draftsmith.data.cache import ArrowSamples
 from draftsmith.data.config import DataConfig
-from draftsmith.data.prepare import open_job
+from draftsmith.data.prepare import Figures, open_job
 from draftsmith.data.presets import PRESETS
 from draftsmith.data.show import report, show
 from draftsmith.pipeline import target_directory, template_of
 from draftsmith.recipe import Recipe
 
 OUTPUTS = (".jsonl", ".parquet")
+PAGES = (".html", ".htm")
 
 
 class FilesAlone(Config):
@@ -35,30 +36,41 @@ class FilesAlone(Config):
 
 
 def prepare(
-    inputs: Sequence[str], target: str | None, shown: int = 0, strict: bool = False, processes: int | None = None, out: Path | None = None, force: bool = False
+    inputs: Sequence[str],
+    target: str | None,
+    shown: int = 0,
+    strict: bool = False,
+    processes: int | None = None,
+    out: Path | None = None,
+    html: Path | None = None,
+    force: bool = False,
 ) -> dict[str, ArrowSamples]:
     """Prepare what `inputs` name: one recipe, or sources, and overrides. Returns the samples by split.
 
     Raises ValueError for inputs that cannot be read, an output that exists, and with `strict` for the first bad row.
     """
-    _require_free(out, force)
+    _require_free("--out", out, OUTPUTS, force)
+    _require_free("--html", html, PAGES, force)
     data, named = _settings(inputs, processes)
     where = target_directory(target or named or "smollm2")
     template = template_of(where, data)
-    found: dict[str, ArrowSamples] = {}
+    found: dict[str, tuple[ArrowSamples, Figures]] = {}
     excluded: frozenset[bytes] = frozenset()
     both = named is not None or data.held_out_share is not None
     for split in ("held-out", "train") if both else ("train",):
         job = open_job(data, template, split, excluded)
         samples, figures = cache.prepare(job, strict, split)
         excluded = samples.asked
-        found[split] = samples
+        found[split] = samples, figures
         report(split, samples, figures, template)
-    show(found["train"], template, shown)
+    training = found["train"][0]
+    show(training, template, shown)
     if out is not None:
-        _write(found["train"], out)
-        say(f"{len(found['train']):,} training samples in {out}")
-    return found
+        _write(training, out)
+        say(f"{len(training):,} training samples in {out}")
+    if html is not None:
+        say(page.write(html, dict(reversed(found.items())), template, f"Samples for {Path(where).name}"))
+    return {split: samples for split, (samples, _) in found.items()}
 
 
 def list_presets() -> None:
@@ -81,13 +93,13 @@ def _settings(inputs: Sequence[str], processes: int | None) -> tuple[DataConfig,
     return parse(FilesAlone, yaml.safe_dump({"data": {"train": named}}), overrides, "command line").data, None
 
 
-def _require_free(out: Path | None, force: bool) -> None:
-    if out is None:
+def _require_free(option: str, file: Path | None, endings: Sequence[str], force: bool) -> None:
+    if file is None:
         return
-    if out.suffix not in OUTPUTS:
-        raise ValueError(f"--out {out}: expected a name that ends in {' or '.join(OUTPUTS)}")
-    if out.exists() and not force:
-        raise ValueError(f"{out} exists; name another file, or add --force to replace it")
+    if file.suffix not in endings:
+        raise ValueError(f"{option} {file}: expected a name that ends in {' or '.join(endings)}")
+    if file.exists() and not force:
+        raise ValueError(f"{file} exists; name another file, or add --force to replace it")
 
 
 def _write(found: ArrowSamples, out: Path) -> None:

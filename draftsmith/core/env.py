@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def engines_dir() -> Path:
 def api_key() -> str | None:
     """Sent to inference servers as a bearer token: `DRAFTSMITH_API_KEY`."""
     return os.environ.get("DRAFTSMITH_API_KEY") or None
+
+
+def chromium() -> str | None:
+    """A Chromium that runs without a window: `DRAFTSMITH_CHROMIUM`, else the first on the PATH; None where there is none."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell", "headless_shell")
+    return os.environ.get("DRAFTSMITH_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
 def best_device() -> str:

@@ -31,13 +31,14 @@ from draftsmith.data.prepare import CHOSEN, REPEATED, Done, Figures, Job
 from draftsmith.data.samples import Tokens
 from draftsmith.data.sources import Chunk, chunks
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same input comes to give other samples."""
 NOT_IN_THE_SAMPLES = {"processes", "limit", "held_out_features", "max_answer", "train", "held_out", "deduplicate"}
 """Settings that do not change what a chunk gives; sources are identified by content."""
 SCHEMA = pa.schema(
     [
-        ("id", pa.string()), ("where", pa.string()), ("conversation", pa.int32()), ("cut", pa.int32()), ("asked", pa.binary(16)), ("content", pa.binary(16)),
+        ("id", pa.string()), ("kind", pa.string()), ("where", pa.string()), ("conversation", pa.int32()), ("cut", pa.int32()),
+        ("asked", pa.binary(16)), ("content", pa.binary(16)),
         ("input_ids", pa.list_(pa.int32())), ("spans", pa.list_(pa.int32())),
     ]
 )  # fmt: skip
@@ -219,7 +220,8 @@ def _table(done: Sequence[Done]) -> pa.Table:
     numbers = [place for place, d in enumerate(done) for _ in d.samples]
     spans = [np.array(t.spans, np.int32).reshape(-1) for *_, t in rows]
     columns = [
-        pa.array([name for _, _, name, _ in rows], pa.string()), pa.array([d.entry.where for d, *_ in rows], pa.string()), pa.array(numbers, pa.int32()),
+        pa.array([name for _, _, name, _ in rows], pa.string()), pa.array([d.entry.kind for d, *_ in rows], pa.string()),
+        pa.array([d.entry.where for d, *_ in rows], pa.string()), pa.array(numbers, pa.int32()),
         pa.array([d.cut if n == 0 else 0 for d, n, *_ in rows], pa.int32()), pa.array([d.entry.asked for d, *_ in rows], pa.binary(16)),
         pa.array([d.entry.content for d, *_ in rows], pa.binary(16)), _lists([t.ids for *_, t in rows]), _lists(spans),
     ]  # fmt: skip
@@ -239,7 +241,7 @@ def _numbered(tables: Sequence[pa.Table]) -> pa.Table:
     for table in tables:
         numbers = table["conversation"].to_numpy() + start
         start = int(numbers[-1]) + 1 if len(numbers) else start
-        found.append(table.set_column(2, "conversation", pa.array(numbers, pa.int32())))
+        found.append(table.set_column(table.schema.get_field_index("conversation"), "conversation", pa.array(numbers, pa.int32())))
     return pa.concat_tables(found) if found else SCHEMA.empty_table()
 
 

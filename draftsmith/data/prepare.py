@@ -57,6 +57,11 @@ class Entry:
     asked: bytes
     content: bytes
 
+    @property
+    def kind(self) -> str:
+        """The conversation's kind; `all` for rows that cannot have one."""
+        return self.item.kind if isinstance(self.item, Conversation) else "all"
+
 
 @dataclass(frozen=True)
 class Done:

@@ -42,15 +42,26 @@ def report(title: str, found: ArrowSamples, figures: Figures, template: ChatTemp
         ("cut at the maximum length", f"{found.cut_tokens:,}", f"{found.cut_tokens / max(tokens + found.cut_tokens, 1):.1%} of all tokens"),
     ]
     table(title, ("", "number", "first place, or share"), rows)
-    histogram = [int(n) for n in np.histogram(found.lengths, bins=[*EDGES, np.iinfo(np.int64).max])[0]]
+    lengths = histogram(found)
+    longest = max(n for _, n in lengths)
+    table("tokens a sample", ("", "samples", ""), [(name, f"{n:,}", "█" * round(40 * n / longest) or "▏") for name, n in lengths])
+    covered = [(label, f"{share:.2%}") for label, share in coverage(found, template)]
+    table("draft vocabulary", ("most frequent ids", "answer tokens covered"), covered)
+
+
+def histogram(found: ArrowSamples) -> list[tuple[str, int]]:
+    """Samples by length, ranges without samples left out."""
+    numbers = np.histogram(found.lengths, bins=[*EDGES, np.iinfo(np.int64).max])[0].tolist()
     names = [f"{a:,} to {b - 1:,}" for a, b in pairwise(EDGES)] + [f"{EDGES[-1]:,} or more"]
-    bars = [(name, f"{n:,}", "█" * round(40 * n / max(histogram)) or "▏") for name, n in zip(names, histogram, strict=True) if n]
-    table("tokens a sample", ("", "samples", ""), bars)
+    return [(name, n) for name, n in zip(names, numbers, strict=True) if n]
+
+
+def coverage(found: ArrowSamples, template: ChatTemplate) -> list[tuple[str, float]]:
+    """The share of answer tokens that draft vocabularies of several sizes cover, and the size that covers all."""
     vocabulary = max(len(template.tokenizer), 1 + max((int(ids.max()) for ids in found.supervised_ids() if len(ids)), default=0))
     seen = vocab.count(found, vocabulary)
-    coverage = [(f"{size:,}", f"{vocab.choose(seen, size).coverage:.2%}") for size in SIZES if size < vocabulary]
-    coverage += [(f"{int((seen > 0).sum()):,} ids seen", "100.00%")]
-    table("draft vocabulary", ("most frequent ids", "answer tokens covered"), coverage)
+    sizes = [(f"{size:,}", vocab.choose(seen, size).coverage) for size in SIZES if size < vocabulary]
+    return [*sizes, (f"{int((seen > 0).sum()):,} ids seen", 1.0)]
 
 
 def show(found: ArrowSamples, template: ChatTemplate, count: int) -> None:
