@@ -50,6 +50,11 @@ def tiny_config(**changes: object) -> LlamaConfig:
     return LlamaConfig(**(sizes | changes))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option for masks that were checked by eye."""
+    parser.addoption("--regenerate-golden", action="store_true", help="write tests/data/golden anew; read the difference before you commit it")
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny target: random float32 weights, tied embeddings, one file."""

@@ -54,7 +54,9 @@ def blocks_by_hand(model: PreTrainedModel) -> nn.ModuleList:
             place = getattr(place, step, None)
         if isinstance(place, nn.ModuleList) and len(place) == zoo.BLOCKS:
             return place
-    raise AssertionError(f"no list of {zoo.BLOCKS} blocks in {type(decoder).__name__}: {[n for n, m in decoder.named_modules() if isinstance(m, nn.ModuleList)]}")
+    raise AssertionError(
+        f"no list of {zoo.BLOCKS} blocks in {type(decoder).__name__}: {[n for n, m in decoder.named_modules() if isinstance(m, nn.ModuleList)]}"
+    )
 
 
 def hooked(model: PreTrainedModel, ids: Tensor) -> tuple[Any, list[Tensor]]:
