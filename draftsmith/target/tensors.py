@@ -303,12 +303,13 @@ class Gguf(Group):
         architecture = self._header.architecture
         if not is_gguf_arch_supported(architecture):
             processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
-            changed = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-            return torch.from_numpy(changed.weights.copy())
+            made = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+            return torch.from_numpy(made.weights.copy())
         for rule in get_gguf_conversion_mapping(architecture, self.place.config()):
             if isinstance(rule, WeightConverter) and any(re.search(p, key) for p in rule.source_patterns):
                 for operation in rule.operations:
-                    values = operation.convert({key: values}, [key], [key])[key]
+                    changed: Any = operation.convert({key: values}, [key], [key])
+                    values = changed[key]
         return values
 
 

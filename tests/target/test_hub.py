@@ -201,6 +201,10 @@ def test_only_the_configuration_cached_and_no_network(online: tuple[Hub, Callabl
     hub_module.snapshot(ID).path("config.json")
     pull_the_plug()
     assert "none of its weights is cached, and the hub cannot be reached" in refused()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="cannot load a tokenizer for target"):
+        ChatTemplate.load(ID)
+    assert time.monotonic() - start < 10
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(online: tuple[Hub, Callable[[], None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
