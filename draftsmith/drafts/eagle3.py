@@ -120,7 +120,8 @@ class Eagle3(Draft):
         chosen = torch.sort(counts_V, descending=True, stable=True).indices[: self.config.vocab_size].sort().values
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()[chosen] = True
-        self.lm_head.weight.copy_(target.rows(None, torch.float32)[chosen] * target.rule.scale)
+        # What a target multiplies with after its norm, before the head or behind it, is in this head's rows: the draft's norm is followed by them alone.
+        self.lm_head.weight.copy_(target.rows(None, torch.float32)[chosen] * (target.rule.scale * (target.rule.pre or 1.0)))
         self.norm.weight.copy_(target.norm_H.float())
         layers_NLH = batch.hidden_NF[batch.position_N > 0].float().unflatten(-1, (len(self.layers), -1))
         rms_L = layers_NLH.square().mean((0, 2)).sqrt()

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from hypothesis import strategies as st
+from reference import own_logits
 from torch import Tensor
 
 from draftsmith.core.types import IGNORED, Features, Progress, Ratio, Sample, StepOutput, TargetShape
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.features.pack import pack
+from draftsmith.target.families import LogitRule
 from draftsmith.target.weights import Target
 
 EXACT = Progress(exact=True)
@@ -19,6 +21,7 @@ SHAPE = TargetShape(
     rope={"rope_type": "default", "rope_theta": 100.0}, bos_token_id=0, eos_token_id=1,
 )  # fmt: skip
 """heads x head_dim differs from the hidden size, and nothing else is equal either."""
+PLAIN = LogitRule()
 
 
 def spans() -> st.SearchStrategy[list[bool]]:
@@ -30,11 +33,13 @@ def spans() -> st.SearchStrategy[list[bool]]:
     )
 
 
-def random_target(seed: int, dtype: torch.dtype = torch.float64, shape: TargetShape = SHAPE) -> Target:
+def random_target(seed: int, dtype: torch.dtype = torch.float64, shape: TargetShape = SHAPE, rule: LogitRule = PLAIN, bias: bool = False) -> Target:
     """Embedding and head differ; the head is flat enough that every token is some token's most likely one."""
     g = torch.Generator().manual_seed(seed)
     embedding, head = (torch.randn(shape.vocab_size, shape.hidden_size, generator=g, dtype=dtype) for _ in range(2))
-    return Target("random", shape, embedding, head, torch.rand(shape.hidden_size, generator=g, dtype=dtype) + 0.5, tied=False, fingerprint="random")
+    norm = torch.rand(shape.hidden_size, generator=g, dtype=dtype) + 0.5
+    bias_V = torch.randn(shape.vocab_size, generator=g, dtype=dtype) if bias else None
+    return Target("random", shape, embedding, head, bias_V, norm, rule, tied=False, config=None, found=None, places=())  # type: ignore[arg-type]
 
 
 def random_document(mask: Sequence[bool], target: Target, layers: int, g: torch.Generator, dtype: torch.dtype = torch.float64) -> Features:
@@ -43,7 +48,8 @@ def random_document(mask: Sequence[bool], target: Target, layers: int, g: torch.
     mask_T = torch.tensor(list(mask), dtype=torch.bool)
     last_TH = torch.randn(n, size, generator=g, dtype=torch.float64).to(dtype)
     argmax_T = torch.full((n,), IGNORED, dtype=torch.int32)
-    argmax_T[:-1][mask_T[1:]] = (last_TH.to(target.head_VH.dtype) @ target.head_VH.T).argmax(-1)[:-1][mask_T[1:]].int()
+    best = torch.tensor([int(own_logits(target, last).argmax()) for last in last_TH])
+    argmax_T[:-1][mask_T[1:]] = best[:-1][mask_T[1:]].int()
     tokens = torch.randint(target.shape.vocab_size, (n,), generator=g)
     hidden_TF = (3 * torch.randn(n, layers * size, generator=g, dtype=torch.float64)).to(dtype)
     return Features(Sample(f"random-{n}", tokens, mask_T), hidden_TF, last_TH, argmax_T)

@@ -49,6 +49,18 @@ class Prediction:
         return sum(min(math.exp(a), math.exp(b)) for a, b in zip(self.log_p.tolist(), self.log_q.tolist(), strict=True))
 
 
+def own_logits(target: Target, last: Tensor) -> Tensor:
+    """The target's logits of one state, id by id: product, bias, scale, cap; an id that it never produces is as good as minus infinity."""
+    out = []
+    for token, row in enumerate(target.head_VH.double()):
+        value = row @ last.double() + (0.0 if target.bias_V is None else target.bias_V[token].double())
+        value = value * target.rule.scale
+        if target.rule.cap is not None:
+            value = target.rule.cap * torch.tanh(value / target.rule.cap)
+        out.append(value if token not in target.rule.banned else torch.tensor(-1e300, dtype=torch.float64))
+    return torch.stack(out)
+
+
 class Reference:
     """The weights of a draft and its target, and the rules of alignment.md."""
 
@@ -127,7 +139,7 @@ class Reference:
         for i in range(len(tokens) - 2):
             count = min(steps, len(tokens) - 2 - i)
             for k, logits in enumerate(self.chain(document.hidden_TF, tokens, i, tokens[i + 1 : i + 1 + count])):
-                teacher = self.target.head_VH.double() @ document.last_TH[i + 1 + k].double()
+                teacher = own_logits(self.target, document.last_TH[i + 1 + k])
                 best = int(teacher.argmax())
                 log_q = torch.log_softmax(logits, dim=0)
                 log_p = torch.log_softmax(torch.stack([teacher[t] for t in self.ids]), dim=0)

@@ -15,10 +15,12 @@ from draftsmith.core.types import Features, FeatureSpec, Progress, Sample
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.features.pack import pack
 from draftsmith.target.capture import Capture
+from draftsmith.target.families import LogitRule
 
 some = settings(max_examples=30, deadline=None, derandomize=True)
 T, F = True, False
 MASKS = [[F, F, T, T, T, T, T, T], [F, T], [F, T, T, F, F, T, T, T, T, T, F, T], [T, T, T, T], [F, F, F], [F, T, T, T, T, T, T, T, T, T]]
+RULES = (LogitRule(), LogitRule(0.25), LogitRule(4.0), LogitRule(1.0, 2.0), LogitRule(0.5, 1.5, (0, 7, 18)))
 worlds = st.tuples(st.lists(spans(), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, SHAPE.vocab_size), st.integers(0, 10_000))
 
 
@@ -56,11 +58,12 @@ def overlap(predictions: list[Prediction], step_weight: float) -> tuple[float, f
 # ---- loss, gradients, metrics ----
 
 
-@some
-@given(worlds, st.sampled_from((1.0, 0.75, 0.5)))
-def test_packed_loss_gradients_and_metrics_equal_the_reference(world: tuple, step_weight: float) -> None:
+@settings(some, max_examples=60)
+@given(worlds, st.sampled_from((1.0, 0.75, 0.5)), st.sampled_from(RULES), st.booleans())
+def test_packed_loss_gradients_and_metrics_equal_the_reference(world: tuple, step_weight: float, rule: LogitRule, bias: bool) -> None:
+    """Under every logit rule, and a head with and without a bias."""
     masks, steps, vocabulary, seed = world
-    target = random_target(seed)
+    target = random_target(seed, rule=rule, bias=bias)
     draft = random_draft(seed, vocab_size=vocabulary, steps=steps, step_weight=step_weight)
     documents = random_documents(masks, target, seed)
     output = run(draft, documents, target)
