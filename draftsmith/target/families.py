@@ -56,18 +56,22 @@ def model_class(config: PreTrainedConfig, name: str) -> Any:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name}: {config.model_type} is an encoder-decoder; a draft needs a causal language model (decoder only)")
-    known = [c for m in _MAPPINGS if type(config) in m for c in _classes(m[type(config)])]
+    written = (config.architectures or [""])[0]
+    # A mapping denies that it holds some of the configurations that it gives a class for, so it is asked for the class.
+    known = [c for m in _MAPPINGS for c in _classes(m.get(type(config), ()))]
+    known = known or _text_class(config, written)
     if not known:
         raise ValueError(
             f"{name}: {config.model_type} is no causal language model that transformers {transformers.__version__} knows, so its head and logit rule would be "
             "guesses; a newer transformers may know it"
         )
-    written = (config.architectures or [""])[0]
-    for found in known:
-        if found.__name__ == written:
-            return found
-    _refuse_others(written, known[0].__name__, config, name)
-    return known[0]
+    chosen = next((c for c in known if c.__name__ == written), None)
+    if chosen is None:
+        _refuse_others(written, known[0].__name__, config, name)
+        chosen = known[0]
+    if "Diffusion" in chosen.__name__:
+        raise ValueError(f"{name}: {chosen.__name__} fills in blocks of tokens together; a draft needs a causal language model, which predicts the next one")
+    return chosen
 
 
 def _refuse_others(written: str, expected: str, config: PreTrainedConfig, name: str) -> None:
@@ -83,15 +87,34 @@ def _classes(found: Any) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+def _text_class(config: PreTrainedConfig, written: str) -> list[Any]:
+    """The text half of a wrapper, saved alone: its configuration is in no mapping, its class is, under the wrapper's."""
+    if any(written in _classes(names) for m in _MAPPINGS for names in m._model_mapping.values()):
+        found = getattr(transformers, written)
+        return [found] if found.config_class is type(config) else []
+    return []
+
+
+def config_for(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """What a class is built from: the configuration, or the part of a wrapper's that the text class takes."""
+    inner = kind.config_class is not type(config) and kind.config_class in (config.sub_configs or {}).values()
+    return copy.deepcopy(config.get_text_config() if inner else config)
+
+
+def setting(config: PreTrainedConfig, name: str, otherwise: Any = None) -> Any:
+    """A field of a configuration; the first block's where blocks differ in it (Gemma-4's head sizes)."""
+    try:
+        return getattr(config, name, otherwise)
+    except RuntimeError:
+        return getattr(config.per_layer_config[0], name, otherwise)
+
+
 def skeleton(config: PreTrainedConfig, name: str) -> PreTrainedModel:
     """The model on the meta device: all structure, no weights. Raises ValueError when the class does not take the configuration."""
     kind = model_class(config, name)
-    config = copy.deepcopy(config)
-    if kind.config_class is not type(config) and kind.config_class in (config.sub_configs or {}).values():
-        config = config.get_text_config()
     try:
         with torch.device("meta"), init.no_init_weights():
-            return kind(config).eval()
+            return kind(config_for(kind, config)).eval()
     except ImportError as error:
         raise ValueError(f"{name}: {kind.__name__} needs a library that is not installed: {str(error).strip()}") from error
     except Exception as error:
@@ -103,6 +126,7 @@ def anatomy(model: PreTrainedModel, name: str) -> Anatomy:
     names = {id(m): n for n, m in model.named_modules()}
     speaker = speaker_of(model, name)
     embedding, head = _embedding(speaker, name), head_of(speaker, name)
+    _require_plain(speaker, head, name)
     blocks = blocks_of(speaker, name)
     width = head.weight.shape[1]
     norm_module = _final_norm(owner_of(speaker, blocks), blocks, width)
@@ -113,15 +137,20 @@ def anatomy(model: PreTrainedModel, name: str) -> Anatomy:
     norm = None if norm_module is None else norm_rule(norm_module, names[id(norm_module)], width)
     return Anatomy(
         model=model,
-        embedding=f"{names[id(embedding)]}.weight",
+        embedding=_stored(model, f"{names[id(embedding)]}.weight"),
         head=f"{head_name}.weight",
-        head_bias=bias,
+        head_bias=None if bias is None else _stored(model, bias),
         blocks=names[id(blocks)],
         norm=norm,
         norm_module=None if norm_module is None else names[id(norm_module)],
         rule=rule,
         tied=_tied(model, f"{head_name}.weight"),
     )
+
+
+def _stored(model: PreTrainedModel, name: str) -> str:
+    """The name under which a parameter is saved: of tied ones, the one that the others are tied to."""
+    return (getattr(model, "all_tied_weights_keys", None) or {}).get(name, name)
 
 
 def _tied(model: PreTrainedModel, head: str) -> bool:
@@ -148,6 +177,15 @@ def head_of(model: PreTrainedModel, name: str) -> Any:
     return found
 
 
+def _require_plain(model: PreTrainedModel, head: nn.Module, name: str) -> None:
+    """The head multiplies and adds its bias, nothing else. Raises ValueError for one that does more, which the logit rule cannot say."""
+    if type(head).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"{name}: the head of {type(model).__name__} is a {type(head).__name__} with {', '.join(n for n, _ in head.named_parameters())}, which does more "
+            "than multiply; its logits would be other ones than head @ last"
+        )
+
+
 def _output(model: PreTrainedModel) -> Any:
     with suppress(NotImplementedError, AttributeError):
         return model.get_output_embeddings()
@@ -172,21 +210,27 @@ def speaker_of(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def blocks_of(model: PreTrainedModel, name: str) -> nn.ModuleList:
-    """The list of decoder blocks: nearest to the embedding, one with as many entries as the config has layers, else the longest list of blocks.
+    """The list of decoder blocks: nearest to the embedding, one with as many entries as the config has layers, else the only list of blocks.
 
-    Raises ValueError when there is none.
+    Raises ValueError when there is none, or several that may be meant.
     """
     body = model.get_decoder()
     body = body if isinstance(body, nn.Module) else model
     config: Any = getattr(body, "config", model.config)
     count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    for scope in _around(model, _embedding(model, name)):
+    for scope in [body] if count is None else _around(model, _embedding(model, name)):
         named = [(n, m) for n, m in scope.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-        lists = [m for _, m in sorted(named, key=lambda pair: pair[0].count("."))]
-        exact = [m for m in lists if len(m) == count]
-        blocks = [m for m in lists if isinstance(m[0], GradientCheckpointingLayer)]
-        if exact or blocks:
-            return exact[0] if exact else max(blocks, key=len)
+        lists = sorted(named, key=lambda pair: pair[0].count("."))
+        whole = [(n, m) for n, m in lists if isinstance(m[0], GradientCheckpointingLayer)]
+        fits = [(n, m) for n, m in whole if len(m) == count] or [(n, m) for n, m in lists if len(m) == count] or whole
+        level = [(n, m) for n, m in fits if n.count(".") == fits[0][0].count(".")]
+        if len(level) > 1:
+            raise ValueError(
+                f"{name}: {type(model).__name__} has no one list of decoder blocks ({', '.join(n for n, _ in level)} are {len(level)} lists): "
+                "what the output of its block i is has no answer, so it cannot be tapped"
+            )
+        if level:
+            return level[0][1]
     raise ValueError(f"{name}: no list of {count} decoder blocks found in {type(body).__name__}; it cannot be tapped")
 
 

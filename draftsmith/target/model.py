@@ -7,7 +7,7 @@ tensors; `TargetModel.check` proves on real tokens that both agree before anythi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from draftsmith.core.env import prefer_grouped_attention
 from draftsmith.target.cache import growing_cache
-from draftsmith.target.families import blocks_of, head_of, model_class, speaker_of
+from draftsmith.target.families import blocks_of, config_for, head_of, model_class, setting, speaker_of
 from draftsmith.target.place import GgufPlace, locate
 
 
@@ -46,19 +46,37 @@ class TargetModel:
 
     @staticmethod
     def load(where: str, dtype: torch.dtype, device: str = "cpu", revision: str | None = None) -> TargetModel:
-        """Load from a directory, a GGUF file or a hub id. Raises ValueError when it is not a causal language model."""
+        """Load from a directory, a GGUF file or a hub id. Raises ValueError when it is not a causal language model, or not a whole one."""
         place = locate(where, revision)
         config = place.config()
         kind = model_class(config, place.name)
         try:
             name, arguments = place.pretrained
             if isinstance(place, GgufPlace):
-                arguments |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
-            model = kind.from_pretrained(name, dtype=dtype, **arguments)
+                arguments |= {"quantization_config": GgufConfig(dequantize=True)}
+            # The configuration is given, since the class would read its own kind, under which transformers may not know the names in the files.
+            model, loaded = kind.from_pretrained(name, config=config_for(kind, config), dtype=dtype, output_loading_info=True, **arguments)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"cannot load target {where!r} as a causal language model: {error}") from error
+        target = TargetModel(model.to(device))
+        target._require_whole(set(loaded["missing_keys"]), place.name)
         prefer_grouped_attention(device)
-        return TargetModel(model.to(device))
+        return target
+
+    def _require_whole(self, missing: set[str], name: str) -> None:
+        """transformers fills what the files lack with random numbers. A head that they lack is the embedding, as in `Target`; nothing else may be missing."""
+        names = {id(t): n for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
+        own = {names[id(t)] for t in [*self.speaker.parameters(), *self.speaker.buffers()]} & missing
+        table = self.speaker.get_input_embeddings().weight
+        head = names[id(self.head.weight)]
+        if head in own and self.head.weight.shape == table.shape:
+            self.head.weight = table
+            own.remove(head)
+        if own:
+            raise ValueError(
+                f"{name}: {len(own)} parameters of {type(self.speaker).__name__} are not in the files ({', '.join(sorted(own)[:3])}): the checkpoint is "
+                "incomplete, or its names are of another version of transformers"
+            )
 
     @property
     def window(self) -> int | None:
@@ -67,8 +85,8 @@ class TargetModel:
         A caller's mask hides more on top of it, by places, so rows of a batch must have no gaps: such targets are decoded one row at a time.
         """
         text = self.model.config.get_text_config()
-        window = getattr(text, "sliding_window", None)
-        kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+        window = setting(text, "sliding_window")
+        kinds = set(setting(text, "layer_types") or ["sliding_attention"])
         return window if window and "sliding_attention" in kinds and getattr(text, "use_sliding_window", True) else None
 
     @property
@@ -91,27 +109,23 @@ class TargetModel:
         return growing_cache(len(self.blocks))
 
     @contextmanager
-    def _tapped(self, layers: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    def _tapped(self, layers: Sequence[int]) -> Iterator[tuple[dict[int, list[Tensor]], list[Tensor]]]:
         """Outputs of the blocks, and what the head multiplies; the head itself gets no rows, so that no logits are computed."""
-        outputs: list[Tensor] = []
+        outputs: dict[int, list[Tensor]] = {i: [] for i in layers}
         multiplied: list[Tensor] = []
-
-        def keep(_module: nn.Module, _inputs: object, output: Any) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)
 
         def divert(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             multiplied.append(inputs[0])
             return (inputs[0][..., :0, :],)
 
-        handles = []
-        try:
-            for i in layers:
-                handles.append(self.blocks[i].register_forward_hook(keep))  # noqa: PERF401 - one that fails must not lose the others
-            handles.append(self.head.register_forward_pre_hook(divert))
+        def keep(i: int) -> Any:
+            return lambda _module, _inputs, output: outputs[i].append(output if isinstance(output, Tensor) else output[0])
+
+        with ExitStack() as hooks:
+            for i in outputs:
+                hooks.callback(self.blocks[i].register_forward_hook(keep(i)).remove)
+            hooks.callback(self.head.register_forward_pre_hook(divert).remove)
             yield outputs, multiplied
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.inference_mode()
     def run(
@@ -122,17 +136,36 @@ class TargetModel:
         mask_B1QT: Tensor | None = None,
         cache: Cache | None = None,
     ) -> States:
-        """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q."""
+        """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q.
+
+        Of blocks that hand on several streams (hyper-connections) the output is their mean, which is what vLLM gives a draft of DeepSeek-V4.
+        Raises ValueError for a target that does not run on token ids alone, or does not run its head or a tapped block once a pass.
+        """
         mask = None if mask_B1QT is None else self._understood(mask_B1QT)
         given: dict[str, Any] = {"position_ids": position_BQ, "attention_mask": mask, "cache": cache}
         with self._alone, self._tapped(layers) as (taps, multiplied):
-            self.speaker(input_ids=ids_BQ, use_cache=cache is not None, **{k: v for k, v in given.items() if v is not None})
-        if len(taps) != len(layers) or len(multiplied) != 1:
-            raise ValueError(
-                f"{type(self.speaker).__name__} ran {len(taps)} of {len(layers)} tapped blocks and its head {len(multiplied)} times in one pass; "
-                "a draft needs a target that runs each of its blocks, and its head, once"
-            )
-        return States(multiplied[0], torch.cat(taps, dim=-1) if taps else None)
+            try:
+                self.speaker(input_ids=ids_BQ, use_cache=cache is not None, **{k: v for k, v in given.items() if v is not None})
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{type(self.speaker).__name__} does not run on token ids alone ({error}), so it cannot be a target") from error
+        if len(multiplied) != 1:
+            raise ValueError(f"{type(self.speaker).__name__} ran its head {len(multiplied)} times in one pass; a draft needs a target that runs it once")
+        hidden = [self._one_state(i, taps[i], ids_BQ.shape) for i in layers]
+        return States(multiplied[0], torch.cat(hidden, dim=-1) if hidden else None)
+
+    def _one_state(self, i: int, outputs: list[Tensor], shape: torch.Size) -> Tensor:
+        """The one `[B, Q, H]` state that a block gives in a pass."""
+        name = f"block {i} of {type(self.speaker).__name__}"
+        if len(outputs) != 1:
+            why = "it sees images only" if not outputs else f"it runs {len(outputs)} times a pass, and which of its outputs a draft should see has no answer"
+            raise ValueError(f"{name} cannot be tapped: {why}; choose other capture layers")
+        output = outputs[0]
+        if output.ndim == 3 and output.shape[:2] == shape:
+            return output
+        streams = [d for d in (0, 2) if output.ndim == 4 and output.movedim(d, 2).shape[:2] == shape]
+        if len(streams) != 1:
+            raise ValueError(f"{name} cannot be tapped: it gives {tuple(output.shape)} for ids {tuple(shape)}, expected one state, or several streams, a token")
+        return output.mean(streams[0])
 
     def _understood(self, mask_B1QT: Tensor) -> Tensor:
         """A caller's mask, closed beyond the window, in the form that the model's attention takes."""

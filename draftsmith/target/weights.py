@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draftsmith.core.types import TargetShape
-from draftsmith.target.families import Anatomy, LogitRule, anatomy, blocks_of, skeleton, speaker_of
+from draftsmith.target.families import Anatomy, LogitRule, anatomy, blocks_of, setting, skeleton, speaker_of
 from draftsmith.target.finder import Finder, Keys, Part
 from draftsmith.target.fingerprint import fingerprint
 from draftsmith.target.place import Place, locate
@@ -216,7 +216,7 @@ def shape_of(config: PreTrainedConfig, parts: Anatomy, head_VH: Tensor) -> Targe
 
 
 def _first(text: PreTrainedConfig, names: Sequence[str], otherwise: int) -> int:
-    values = (getattr(text, n, None) for n in names)
+    values = (setting(text, n) for n in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), otherwise)
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -23,58 +25,68 @@ from zoo_fixes import DEFAULTS, FIXES, FORCED, SIZES, TEXT_PARTS
 
 BLOCKS = 4
 """Decoder blocks of every tiny model; vision and sound towers have two."""
-TEXT, IMAGE = "text", "image and text"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One class under one of the configurations that it is mapped from."""
+    """One class under one kind of configuration that it is mapped from."""
 
-    kind: Any
-    config_class: Any
-    mappings: tuple[str, ...]
+    name: str
+    architecture: str
+    model_type: str
+    config_name: str
+    text: bool
+    """In the mapping of text models; in that of image-text models alone otherwise."""
 
     @property
-    def name(self) -> str:
-        """The class's name; with the configuration's where that is another family's."""
-        own = self.kind.config_class is self.config_class
-        return self.kind.__name__ if own else f"{self.kind.__name__}-{self.config_class.__name__}"
+    def kind(self) -> Any:
+        """The model's class."""
+        return getattr(transformers, self.architecture)
+
+    @property
+    def config_class(self) -> Any:
+        """The configuration's; of a wrapper's, mapped to the text model inside, the part that this model is built from."""
+        mapped = getattr(transformers, self.config_name)
+        return self.kind.config_class if self.kind.config_class in mapped.sub_configs.values() else mapped
 
 
-@cache
 def cases() -> dict[str, Case]:
-    """All of them by name, in the order of the mappings."""
-    found: dict[tuple[Any, Any], list[str]] = {}
-    for mapping, table in ((TEXT, MODEL_FOR_CAUSAL_LM_MAPPING), (IMAGE, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
-        for config_class, kinds in table.items():
+    """All of them by name, in the order of the mappings, from tables of strings: nothing is imported for it."""
+    found: dict[tuple[str, str], Case] = {}
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        for model_type, kinds in mapping._model_mapping.items():
             for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-                # A wrapper's configuration that is mapped to the text model inside: that model is built from its own part.
-                inner = kind.config_class if kind.config_class in config_class.sub_configs.values() else config_class
-                mapped = found.setdefault((kind, inner), [])
-                mapped.extend([mapping] if mapping not in mapped else [])
-    made = [Case(kind, config_class, tuple(mappings)) for (kind, config_class), mappings in found.items()]
-    return {case.name: case for case in made}
+                if model_type in mapping._config_mapping:
+                    config_name = mapping._config_mapping[model_type]
+                    found.setdefault((kind, config_name), Case("", kind, model_type, config_name, mapping is MODEL_FOR_CAUSAL_LM_MAPPING))
+    shared = Counter(case.architecture for case in found.values())
+    named = [replace(c, name=c.architecture if shared[c.architecture] == 1 else f"{c.architecture}-{c.model_type}") for c in found.values()]
+    return {case.name: case for case in named}
 
 
-def tiny(case: Case, tied: bool) -> PreTrainedConfig:
-    """The case's configuration, small, with everything set that makes a rule visible: multipliers, caps, scales."""
-    config = _shrunk(case.config_class, tied, text=True, decoder=TEXT in case.mappings)
-    config.architectures = [case.kind.__name__]
+def tiny(case: Case, tied: bool | None = None) -> PreTrainedConfig:
+    """The case's configuration, small, with everything set that makes a rule visible: multipliers, caps, scales.
+
+    `tied`: the tie flag at every level; None leaves it as the class has it.
+    """
+    config = _shrunk(case.config_class, tied, text=True, decoder=case.text)
+    config.architectures = [case.architecture]
     return config
 
 
-def _shrunk(config_class: Any, tied: bool, text: bool, decoder: bool) -> Any:
+def _shrunk(config_class: Any, tied: bool | None, text: bool, decoder: bool) -> Any:
     default = DEFAULTS[config_class.__name__]() if config_class.__name__ in DEFAULTS else config_class()
     given: dict[str, Any] = {}
     for n, field in enumerate(_fields(config_class)):
         value = default.__dict__.get(field)
         if isinstance(value, PreTrainedConfig):
             given[field] = _shrunk(type(value), tied, text and field in TEXT_PARTS, decoder)
-        elif field in SIZES and (field in FORCED or value is not None) and not isinstance(value, dict | list):
+        elif field in SIZES and (field in FORCED or value is not None) and not isinstance(value, dict | list | tuple):
             given[field] = SIZES[field]
         elif field.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 8:
             given[field] = 75 + n % 16
-    special = {"tie_word_embeddings": tied} | ({"is_decoder": True, "is_encoder_decoder": False} if decoder else {})
+    special = {"is_decoder": True, "is_encoder_decoder": False} if decoder else {}
+    special |= {} if tied is None else {"tie_word_embeddings": tied}
     given |= {field: value for field, value in special.items() if field in _fields(config_class)}
     if "kv_lora_rank" in given:
         given["num_key_value_heads"] = SIZES["num_attention_heads"]
@@ -90,7 +102,7 @@ def _fields(config_class: Any) -> Iterator[str]:
 
 
 @torch.no_grad()
-def build(case: Case, tied: bool) -> PreTrainedModel:
+def build(case: Case, tied: bool | None) -> PreTrainedModel:
     """A model in float32 whose every parameter is random: norms, biases and scales too."""
     torch.manual_seed(5)
     model = case.kind._from_config(tiny(case, tied), dtype=torch.float32).eval()
@@ -102,10 +114,14 @@ def build(case: Case, tied: bool) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The head: the model's own, or its text model's."""
+    return next(m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None)
+
+
 def ties(model: PreTrainedModel) -> bool:
     """Whether head and embedding are one parameter."""
-    head = model.get_output_embeddings()
-    return any(m is not head and getattr(m, "weight", None) is head.weight for m in model.modules())
+    return head_of(model).weight is model.get_input_embeddings().weight
 
 
 LAYOUTS = ("safetensors, one file", "safetensors, shards", "bin, one file", "bin, shards")

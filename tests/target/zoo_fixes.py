@@ -57,15 +57,7 @@ FORCED = ("num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_pe
 """Fields that are set although their default is None."""
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
+_CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
@@ -83,6 +75,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "Dots1Config": {"n_shared_experts": 1},
     "Dots3NoteTextConfig": {"use_sliding_window": False}, "Dots3NoteAudioConfig": {"adapter_input_size": 32}, "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 2]},
     "Emu3Config": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91}},
@@ -112,6 +105,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 16, "n_groups": 2},
     "Molmo2VisionConfig": {"image_size": [16, 16]}, "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": (8, 8, 16, 32), "depths": (1, 1, 1, 1)},
     "NemotronHConfig": {"n_groups": 2},
     "PaddleOCRTextConfig": {"rope_parameters": _MROPE},
@@ -129,7 +123,9 @@ FIXES: dict[str, dict[str, Any]] = {
     "UnlimitedOcrSamVisionConfig": {"downsample_channels": (32, 64)},
     "WavTokenizerEncoderConfig": {"codebook_dim": 32},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"attention_hidden_size": 64, "attention_head_dim": 16, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "ZambaConfig": {
+        "attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+    },
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 4},
     "ZayaConfig": {"num_experts_per_tok": 1},
     "xLSTMConfig": {"chunk_size": 64},
@@ -153,17 +149,47 @@ INNER = {
 }  # fmt: skip
 """Wrappers whose own forward demands an image, and where their text model is."""
 
-LISTS = (
-    "layers",
-    "h",
-    "blocks",
-    "block",
-    "layer",
-    "decoder.layers",
-    "encoder.layer",
-    "language_model.layers",
-    "model.layers",
-    "transformer.h",
-    "transformer.blocks",
-)
-"""Names of lists of decoder blocks, seen from what `get_decoder` gives."""
+SKIPPED = {"MllamaForCausalLM": (1,), "MllamaForConditionalGeneration": (1,)}
+"""Blocks that a pass without an image leaves out."""
+UNTAPPED = {
+    "CpmAntForCausalLM": "its blocks see rows of a prompt before those of the tokens",
+    "ReformerModelWithLMHead": "its blocks see rows of padding behind those of the tokens",
+}
+"""Classes whose blocks give other rows than the tokens', and why: logits are right, taps are refused."""
+MIXED = (
+    "DeepseekV4ForCausalLM", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration", "Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration", "Gemma3nForCausalLM", "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "Inkling2LoopForCausalLM",
+    "Inkling2LoopForConditionalGeneration", "CpmAntForCausalLM", "ReformerModelWithLMHead",
+)  # fmt: skip
+"""Classes that mix several states between the last block and the final norm."""
+
+LISTS = ("layers", "h", "blocks", "layer", "decoder.layers", "encoder.layer", "encoder.layers", "model.layers")
+"""Names of lists of decoder blocks, seen from a model's body."""
+
+NOT_CAUSAL = {
+    "DiffusionGemmaForBlockDiffusion": "fills in blocks of tokens together",
+    "Florence2ForConditionalGeneration": "encoder-decoder",
+    "Gemma4AssistantForCausalLM": "shared_kv_states",
+    "Gemma4UnifiedAssistantForCausalLM": "shared_kv_states",
+    "MusicgenForCausalLM": "4 heads",
+    "MusicgenMelodyForCausalLM": "4 heads",
+    "PI0ForConditionalGeneration": "no language-model head",
+    "PPFormulaNetForConditionalGeneration": "encoder-decoder",
+    "Pix2StructForConditionalGeneration": "encoder-decoder",
+    "T5Gemma2ForConditionalGeneration": "encoder-decoder",
+    "UdopForConditionalGeneration": "encoder-decoder",
+    "VisionEncoderDecoderModel": "encoder-decoder",
+}
+"""No causal language models over text, and what the refusal says: encoder-decoders, denoisers, actions, codebooks of sound, and draft models themselves."""
+REFUSED = {
+    "BltForCausalLM": "no one list of decoder blocks",
+    "DoryForCausalLM": "DoryLMHead",
+    "Gemma3ForConditionalGeneration-shieldgemma2": "are not in the files",
+    "HrmTextForCausalLM": "no one list of decoder blocks",
+    "IdeficsForVisionText2Text": "IdeficsDecoupledLinear",
+    "ProphetNetForCausalLM": "the logit rule of ProphetNetForCausalLM could not be read",
+    "XLMWithLMHeadModel": "no one list of decoder blocks",
+}
+"""Causal language models that are refused, and what the refusal says."""
+LIBRARIES = {"Gemma3nForConditionalGeneration": "timm", "InklingForConditionalGeneration": "scipy"}
+"""Classes that are not built without a library which is none of Draftsmith's."""
