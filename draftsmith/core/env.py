@@ -26,6 +26,11 @@ def api_key() -> str | None:
     return os.environ.get("DRAFTSMITH_API_KEY") or None
 
 
+def tokenize_in_one_thread() -> None:
+    """For worker processes: their number is the parallelism, and forks of threaded tokenizers may hang."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def chromium() -> str | None:
     """A Chromium that runs without a window: `DRAFTSMITH_CHROMIUM`, else the first on the PATH; None where there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell", "headless_shell")

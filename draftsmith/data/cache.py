@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -24,7 +23,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from draftsmith.core.disk import write_bytes, write_text
-from draftsmith.core.env import cache_dir
+from draftsmith.core.env import cache_dir, tokenize_in_one_thread
 from draftsmith.core.log import progress
 from draftsmith.core.types import Sample
 from draftsmith.data.prepare import CHOSEN, REPEATED, Done, Figures, Job
@@ -93,7 +92,8 @@ class ArrowSamples(Sequence[Sample]):
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample."""
-        return compute.list_value_length(self.table["input_ids"]).to_numpy()[self.rows].astype(np.int64)
+        found = compute.call_function("list_value_length", [self.table["input_ids"]])
+        return found.to_numpy()[self.rows].astype(np.int64)
 
     @cached_property
     def cut_tokens(self) -> int:
@@ -194,7 +194,7 @@ _own: list[tuple[Job, Path]] = []
 
 
 def _start(job: Job, folder: Path) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    tokenize_in_one_thread()  # the processes are the parallelism
     _own.append((job, folder))
 
 

@@ -12,7 +12,6 @@ import page
 import pytest
 import zoo
 from matrix import examine
-from zoo_fixes import LIBRARIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 CASES = zoo.cases()

@@ -57,7 +57,15 @@ FORCED = ("num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_pe
 """Fields that are set although their default is None."""
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
