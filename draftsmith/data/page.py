@@ -79,7 +79,7 @@ def by_frequency(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def leb128(numbers: np.ndarray) -> bytes:
     """Numbers below 2**28, seven bits a byte, the low ones first; the high bit says that another byte follows."""
-    widths = 1 + sum((numbers >> shift > 0).astype(np.int64) for shift in (7, 14, 21))
+    widths = np.searchsorted([1 << 7, 1 << 14, 1 << 21], numbers, side="right") + 1
     ends = np.cumsum(widths)
     out = np.zeros(int(ends[-1]), np.uint8)
     for k in range(4):
