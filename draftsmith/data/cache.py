@@ -109,6 +109,7 @@ class ArrowSamples(Sequence[Sample]):
 
 def fingerprint(job: Job) -> str:
     """Of everything that the samples depend on: rows, tokenizer, template, settings, the code's version."""
+    assert job.template is not None, "only a job that renders has samples to keep"
     tokenizer: Any = job.template.tokenizer
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     parts = {

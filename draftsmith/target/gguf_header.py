@@ -1,7 +1,8 @@
 """A GGUF file's header: configuration, and where its tensors lie, without walking through its vocabulary.
 
-The `gguf` package makes several arrays for every entry of the vocabulary: 8 s for SmolLM2's 49,152, of which a target needs none. transformers' reader skips
-over them; where its configuration parser insists on the `gguf` package, it is given a copy of the header that has no vocabulary.
+The `gguf` package makes several arrays for every entry of the vocabulary: 10 to 23 s for SmolLM2's 49,152 on two shared cores, of which a target needs
+none. transformers' reader skips over them in 0.2 s; where its configuration parser insists on the `gguf` package, it is given a copy of the header that
+has no vocabulary.
 """
 
 from __future__ import annotations

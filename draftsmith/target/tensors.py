@@ -179,12 +179,12 @@ _DTYPES = {
 def _mapped(path: Path, first: int, size: int) -> Tensor:
     """Bytes of a file as a tensor, paged in where they are looked at. Writing to it would not change the file."""
     try:
-        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
+        storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
     except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
         found = torch.empty(size, dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(first)
-            file.readinto(found.numpy())
+            file.readinto(memoryview(found.numpy()))
         return found
     found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
     return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
@@ -289,7 +289,8 @@ class Gguf(Group):
         kind = GGMLQuantizationType(tensor.ggml_type)
         values = dequantize(self._stored(key).reshape(*tensor.shape[:-1], -1), kind)
         plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
-        return self._as_in_transformers(key, torch.from_numpy(np.array(values, np.float32))).to(plain)
+        values = values if values.flags.writeable else values.copy()  # plain numbers come as a view of the file
+        return self._as_in_transformers(key, torch.from_numpy(values)).to(plain)
 
     def _stored(self, key: str) -> np.ndarray:
         tensor = self._tensors[key]
@@ -304,7 +305,7 @@ class Gguf(Group):
         if not is_gguf_arch_supported(architecture):
             processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
             made = processor.process(weights=values.numpy(), name=key, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-            return torch.from_numpy(made.weights.copy())
+            return torch.from_numpy(np.ascontiguousarray(made.weights))
         for rule in get_gguf_conversion_mapping(architecture, self.place.config()):
             if isinstance(rule, WeightConverter) and any(re.search(p, key) for p in rule.source_patterns):
                 for operation in rule.operations:
