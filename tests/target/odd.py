@@ -53,14 +53,16 @@ class Family:
     head: str = "lm_head.weight"
     bias: str | None = None
     tied: bool = False
+    shifted: float = 0.0
+    """What its norm adds to the stored weight."""
     auto: Any = Causal
 
 
 FAMILIES = {
     "llama": Family(lambda: LlamaConfig(**SIZES)),
     "qwen2": Family(lambda: Qwen2Config(**SIZES)),
-    "gemma2": Family(lambda: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0), tied=True),
-    "gemma3": Family(lambda: Gemma3TextConfig(**SIZES, head_dim=8), tied=True),
+    "gemma2": Family(lambda: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0), tied=True, shifted=1.0),
+    "gemma3": Family(lambda: Gemma3TextConfig(**SIZES, head_dim=8), tied=True, shifted=1.0),
     "cohere": Family(lambda: CohereConfig(**SIZES, logit_scale=0.25), tied=True),
     "granite": Family(lambda: GraniteConfig(**SIZES, logits_scaling=4.0)),
     "phi": Family(lambda: PhiConfig(**SIZES), norm="final_layernorm.weight", bias="lm_head.bias"),
@@ -75,7 +77,7 @@ FAMILIES = {
     "qwen2-vl": Family(lambda: Qwen2VLConfig(text_config=SIZES | {"rope_parameters": ROPE}, vision_config=VISION), auto=Multi),
     "gemma3-mm": Family(
         lambda: Gemma3Config(text_config=SIZES | {"head_dim": 8}, vision_config=SIGLIP, mm_tokens_per_image=1),
-        "language_model.model.", head="language_model.lm_head.weight", tied=True, auto=Multi,
+        "language_model.model.", head="language_model.lm_head.weight", tied=True, shifted=1.0, auto=Multi,
     ),
 }  # fmt: skip
 PREFIXES = (

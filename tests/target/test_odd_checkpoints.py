@@ -35,7 +35,7 @@ def check(case: Case, folder: Path) -> None:
                 Target.load(str(folder))
             return
         target = Target.load(str(folder))
-    require_equal(target, truth)
+    require_equal(target, truth, FAMILIES[case.family].shifted)
     assert target.tied or case.head != "absent"
     if truth.warns is not None:
         assert any("differs from" in str(w.message) for w in told) == truth.warns
@@ -44,10 +44,10 @@ def check(case: Case, folder: Path) -> None:
         torch.testing.assert_close(target.logits(own[0]), own[1], rtol=1e-5, atol=1e-5)
 
 
-def require_equal(target: Target, truth: Truth) -> None:
+def require_equal(target: Target, truth: Truth, shifted: float) -> None:
     assert torch.equal(target.embedding_VH, truth.parts["embedding"])
     assert torch.equal(target.head_VH, truth.parts["head"])
-    assert torch.equal(target.norm_H, truth.parts["norm"]) or torch.equal(target.norm_H, truth.parts["norm"] + 1)
+    assert torch.equal(target.norm_H, truth.parts["norm"] + shifted)
     assert (target.bias_V is None) == ("bias" not in truth.parts)
     assert target.bias_V is None or torch.equal(target.bias_V, truth.parts["bias"])
 
@@ -67,7 +67,7 @@ def transformers_logits(case: Case, folder: Path) -> tuple[Tensor, Tensor] | Non
     return seen[0], logits
 
 
-@settings(max_examples=220, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases())
 def test_the_outcome_is_the_rules_or_a_named_error(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
