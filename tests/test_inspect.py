@@ -120,9 +120,9 @@ def test_what_families_do_is_told(made: Make) -> None:
     assert found["embedding_scale"] == 1
     config = Mamba2Config(vocab_size=259, hidden_size=32, num_hidden_layers=8, num_heads=8, head_dim=8, state_size=16, n_groups=1)
     found = looked_at(made(config, "mamba2"))
-    assert found["recurrent"] is True
     assert found["rope"] is None
     assert concern(found, "recurrent blocks", "cannot decode")
+    assert found["recurrent"] is True
 
 
 def test_differing_head_under_a_tied_flag(tiny_target: Path, tmp_path: Path) -> None:

@@ -52,10 +52,11 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock | None = None) -> list[Decoded]:
-        """Answers to all prompts, decoded together; one by one where the sliding window of some blocks could end inside an answer."""
+        """Answers to all prompts, decoded together; one by one where the model cannot hide places, or the window of some blocks could end inside an answer."""
         clock = clock or Clock()
         window, reach = self.model.window, max(map(len, prompts), default=0) + max_new * (self.width + 1)
-        if len(prompts) > 1 and window is not None and reach > window:  # windows are masked by places, and rows of a batch have gaps
+        # Rows of a batch have gaps; windows are masked by places.
+        if len(prompts) > 1 and (not self.model.takes_masks or (window is not None and reach > window)):
             return [self.decode([prompt], max_new, clock)[0] for prompt in prompts]
         rows = _Rows.start(self, prompts, max_new, clock)
         while len(rows.alive):

@@ -49,11 +49,12 @@ class Capture:
 
     @torch.inference_mode()
     def check(self, sample: Sample) -> None:
-        """Prove that `Target.logits` of the captured state equals the model's own logits, before the expensive work.
+        """Prove that `Target.logits` of the captured state equals the model's own logits, and sees no later token, before the expensive work.
 
-        Raises ValueError when they differ: the target's family has a logit rule that Draftsmith does not know.
+        Raises ValueError when they differ: the target's family has a logit rule that Draftsmith does not know, or it is no causal language model.
         """
         ids = sample.input_ids[None, :64].to(self.model.device)
+        self.model.require_causal(ids)
         own = self.model.own_logits(ids)[0].float().clamp(min=-1e6)
         ours = self.target.logits(self.model.run(ids).last_BQH[0]).float()[:, : own.shape[-1]].clamp(min=-1e6)
         error = float((own - ours).abs().max() / own.abs().max().clamp(min=1e-6))

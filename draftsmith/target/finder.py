@@ -193,7 +193,13 @@ class Finder:
 
     def _converted(self, part: Part, tensor: Tensor) -> Tensor:
         converter: Any = deepcopy(next(c for c in self._converters if part.converter in c.source_patterns))
-        converter.add_tensor(part.parameter, part.key, part.converter, tensor)
+        group = self._group_of[part.parameter]
+        pieces = {self._name(k)[1]: k for k in self._whole(group) if self._name(k)[0] == part.parameter}  # some tables lie in two tensors, to be joined
+        for pattern in converter.source_patterns:
+            if pattern in pieces:
+                converter.add_tensor(
+                    part.parameter, pieces[pattern], pattern, tensor if pieces[pattern] == part.key else group.read(pieces[pattern], self.counted)
+                )
         made: Any = converter.convert(part.parameter, model=self.parts.model, config=self.parts.model.config)[part.parameter]
         return made[0] if isinstance(made, list) else made
 
@@ -229,7 +235,8 @@ class Finder:
         """The key that transformers itself would load into this parameter. Raises ValueError for several that differ."""
         found = [k for k in self._whole(group) if self._name(k)[0] == parameter]
         found = [k for k in found if k == plain_name(k)] or found
-        if len(found) > 1 and not all(self._equal(group, found[0], k) for k in found[1:]):
+        pieces = {self._name(k)[1] for k in found}
+        if len(found) > 1 and (None in pieces or len(pieces) < len(found)) and not all(self._equal(group, found[0], k) for k in found[1:]):
             raise ValueError(
                 f"{self.place.name}: {' and '.join(sorted(found))} all become {parameter} and differ: remove the wrong ones, or {self._ask(parameter)}"
             )
@@ -284,7 +291,8 @@ class Finder:
     def _whole(self, group: Group) -> Iterator[str]:
         """Keys outside the blocks, sorted as transformers does."""
         wanted = (self.parts.embedding, self.parts.head)
-        return (k for k in sorted(group.file_of) if plain_name(k).endswith((".weight", ".bias")) and (k in wanted or not _NUMBERED.search(k)))
+        outside = (k for k in sorted(group.file_of) if k in wanted or not _NUMBERED.search(k))
+        return (k for k in outside if plain_name(k).endswith((".weight", ".bias")) or self._name(k)[0] in wanted)
 
     def _name(self, key: str) -> tuple[str, str | None]:
         """The parameter that transformers makes of a key, and the converter that changes the tensor on the way."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GgufConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from draftsmith.core.env import prefer_grouped_attention
 from draftsmith.target.cache import growing_cache
@@ -29,6 +30,11 @@ class States:
 
     last_BQH: Tensor
     hidden_BQF: Tensor | None
+
+
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size", "window_size")
+_GAP = 40
+"""Hidden places in the middle of the row with which masks are tried: families that count positions by places are off by as many."""
 
 
 class TargetModel:
@@ -80,14 +86,18 @@ class TargetModel:
 
     @property
     def window(self) -> int | None:
-        """How many tokens back the attention of its sliding-window blocks reaches; None without such blocks.
+        """How many tokens back the attention of its local blocks (sliding or chunked) reaches; None without such blocks.
 
         A caller's mask hides more on top of it, by places, so rows of a batch must have no gaps: such targets are decoded one row at a time.
         """
-        text = self.model.config.get_text_config()
-        window = setting(text, "sliding_window")
-        kinds = set(setting(text, "layer_types") or ["sliding_attention"])
-        return window if window and "sliding_attention" in kinds and getattr(text, "use_sliding_window", True) else None
+        text = self.model.config.get_text_config(decoder=True)
+        local = not self._layer_types or any(not kind.startswith("full") for kind in self._layer_types)
+        sizes = [size for field in _WINDOWS if isinstance(size := setting(text, field), int) and size > 0]
+        return min(sizes) if sizes and local and getattr(text, "use_sliding_window", True) else None
+
+    @property
+    def _layer_types(self) -> set[str]:
+        return set(setting(self.model.config.get_text_config(decoder=True), "layer_types") or ())
 
     @property
     def device(self) -> torch.device:
@@ -96,17 +106,84 @@ class TargetModel:
 
     @property
     def recurrent(self) -> bool:
-        """Whether some blocks keep a running state (Mamba, linear attention) instead of keys and values of every token."""
-        return bool(getattr(self.speaker, "_is_stateful", False))
+        """Whether some blocks keep a running state (Mamba, linear attention) or an index, not only keys and values of every token."""
+        kinds = {type(layer).__name__ for layer in self._usual_cache.layers}
+        return bool(getattr(self.speaker, "_is_stateful", False)) or any("LinearAttention" in kind or "Indexed" in kind for kind in kinds)
+
+    @property
+    def _usual_cache(self) -> Cache:
+        """The cache that transformers would use."""
+        return DynamicCache(config=self.speaker.config.get_text_config(decoder=True))
 
     def new_cache(self) -> Cache:
-        """An empty key-value cache for this model. Raises ValueError for recurrent targets, whose state cannot take back tokens that were rejected."""
+        """An empty key-value cache for this model.
+
+        Raises ValueError for targets that cannot be decoded with one: recurrent ones, whose state cannot take back tokens that were rejected, and those
+        whose states come out differently with a cache than without.
+        """
+        name = type(self.speaker).__name__
         if self.recurrent:
             raise ValueError(
-                f"{type(self.speaker).__name__} has recurrent blocks: their state cannot take back rejected tokens, so Draftsmith captures features of "
+                f"{name} has recurrent blocks: their state cannot take back rejected tokens, so Draftsmith captures features of "
                 "this target and trains drafts for it, but cannot decode with it yet"
             )
-        return growing_cache(len(self.blocks))
+        if self._decoding_fault is not None:
+            raise ValueError(
+                f"{name} cannot be decoded with yet: with a cache and positions its states differ from those of one whole pass ({self._decoding_fault}). "
+                "Draftsmith captures features of this target and trains drafts for it"
+            )
+        return self._empty_cache()
+
+    def _empty_cache(self) -> Cache:
+        return growing_cache(max(len(self._usual_cache.layers), len(self.blocks)))
+
+    @cached_property
+    def _decoding_fault(self) -> str | None:
+        """What goes wrong when a few tokens run in pieces with a cache, after tokens that are taken back; tried once on the model itself."""
+        ids = self._some_ids(12)
+        order = torch.arange(ids.shape[1], device=ids.device)[None]
+        cache = self._empty_cache()
+        try:
+            whole = self.run(ids).last_BQH
+            self.run(ids[:, :5], (), order[:, :5], None, cache)
+            self.run(ids[:, :3], (), order[:, 5:8], None, cache)
+            cache.crop(-3)
+            pieces = [self.run(ids[:, i : i + n], (), order[:, i : i + n], None, cache).last_BQH for i, n in ((5, 1), (6, 4), (10, 2))]
+        except (ValueError, RuntimeError, IndexError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "other numbers" if _differ(torch.cat(pieces, dim=1), whole[:, 5:]) else None
+
+    @cached_property
+    def takes_masks(self) -> bool:
+        """Whether places hidden in the middle of a row change nothing, so that rows of unequal lengths can run together; tried once on the model itself.
+
+        False for families that count positions by places, whatever positions they are given (Bart, BLOOM, MPT).
+        """
+        ids = self._some_ids(_GAP + 12)
+        order = torch.arange(ids.shape[1], device=ids.device)
+        real = (order < 4) | (order >= _GAP + 4)
+        mask = ((order <= order[:, None]) & real) | (order == order[:, None])
+        position = torch.where(real, real.cumsum(0) - 1, 0)[None]
+        try:
+            alone = self.run(ids[:, real], (), position[:, real]).last_BQH
+            hidden = self.run(ids, (), position, mask[None, None]).last_BQH[:, real]
+        except (ValueError, RuntimeError, IndexError, KeyError):
+            return False
+        return not _differ(hidden, alone)
+
+    def require_causal(self, ids_BT: Tensor) -> None:
+        """Raises ValueError when the states of tokens change with what follows them: features would tell a draft what it is to predict."""
+        part = ids_BT.shape[1] // 2
+        if _differ(self.run(ids_BT).last_BQH[:, :part], self.run(ids_BT[:, :part]).last_BQH):
+            raise ValueError(
+                f"{type(self.speaker).__name__} is no causal language model on text: its states are other ones when later tokens are left out, so features "
+                "would give away what a draft is to predict"
+            )
+
+    def _some_ids(self, count: int) -> Tensor:
+        """Ids from the middle of the vocabulary, where no family keeps its special tokens."""
+        size = self.head.weight.shape[0]
+        return (size // 2 + torch.arange(count, device=self.device) * 7 % max(1, size // 4))[None]
 
     @contextmanager
     def _tapped(self, layers: Sequence[int]) -> Iterator[tuple[dict[int, list[Tensor]], list[Tensor]]]:
@@ -169,8 +246,10 @@ class TargetModel:
 
     def _understood(self, mask_B1QT: Tensor) -> Tensor:
         """A caller's mask, closed beyond the window, in the form that the model's attention takes."""
-        if self.window is not None:
-            query, seen = mask_B1QT.shape[-2:]
+        query, seen = mask_B1QT.shape[-2:]
+        if self.window is not None and seen > self.window:
+            if any(kind.startswith("full") for kind in self._layer_types):
+                raise ValueError(f"{type(self.speaker).__name__}: one mask for {seen} places cannot close the windows ({self.window}) of some blocks alone")
             place = torch.arange(seen, device=mask_B1QT.device)
             mask_B1QT = mask_B1QT & (place[seen - query :, None] - place < self.window)
         if self.speaker.config.get_text_config()._attn_implementation != "eager":
@@ -183,3 +262,9 @@ class TargetModel:
         """The model's own logits, `[B, Q, V]`: what `Target.logits` is compared with."""
         with torch.inference_mode():
             return self.speaker(input_ids=ids_BQ, use_cache=False).logits
+
+
+def _differ(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether states differ by more than rounding (0.0003 of their size in float32, 0.09 in bfloat16); as a whole, since one expert may be chosen otherwise."""
+    size = torch.linalg.vector_norm(theirs.float()).clamp(min=1e-6)
+    return not float(torch.linalg.vector_norm(ours.float() - theirs.float()) / size) <= torch.finfo(theirs.dtype).eps ** 0.5

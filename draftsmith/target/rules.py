@@ -148,7 +148,9 @@ def logit_rule(model: PreTrainedModel, head: Any, bodies: Sequence[nn.Module], n
         if rule is not None:
             return rule
         reasons.append("its logits are no scaled or capped product of the head")
-    raise ValueError(f"{name}: the logit rule of {type(model).__name__} could not be read ({'; '.join(reasons)[:300]}), and guessed logits would be wrong ones")
+    raise ValueError(
+        f"{name}: the logit rule of {type(model).__name__} could not be read ({'; '.join(dict.fromkeys(reasons))[:300]}), and guessed logits would be wrong ones"
+    )
 
 
 def _pre(state: Tensor, seen: Tensor) -> float | None:
@@ -171,6 +173,7 @@ def _fit(product: Tensor, logits: Tensor, pre: float | None) -> LogitRule | None
     if torch.allclose(y, scale * x, rtol=1e-5, atol=1e-6):
         return LogitRule(_rounded(scale), None, banned, pre)
     cap = float(y.abs().max())
+    scale = float((cap * torch.atanh(y[small].double() / cap) / x[small].double()).mean()) if cap > 0 else scale
     if cap > 0 and torch.allclose(y, cap * torch.tanh(scale * x / cap), rtol=1e-4, atol=1e-5):
         return LogitRule(_rounded(scale), _rounded(cap), banned, pre)
     return None

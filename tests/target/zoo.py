@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from zoo_fixes import DEFAULTS, FIXES, FORCED, SIZES, TEXT_PARTS
+from zoo_fixes import DEFAULTS, FIXES, FORCED, SIZES, TEXT_PARTS, WINDOWS
 
 BLOCKS = 4
 """Decoder blocks of every tiny model; vision and sound towers have two."""
@@ -64,32 +64,32 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in named}
 
 
-def tiny(case: Case, tied: bool | None = None) -> PreTrainedConfig:
+def tiny(case: Case, tied: bool | None = None, window: int = 4) -> PreTrainedConfig:
     """The case's configuration, small, with everything set that makes a rule visible: multipliers, caps, scales.
 
-    `tied`: the tie flag at every level; None leaves it as the class has it.
+    `tied`: the tie flag at every level; None leaves it as the class has it. `window`: how far sliding windows reach.
     """
-    config = _shrunk(case.config_class, tied, text=True, decoder=case.text)
+    config = _shrunk(case.config_class, tied, text=True, decoder=case.text, sizes=SIZES | dict.fromkeys(WINDOWS, window))
     config.architectures = [case.architecture]
     return config
 
 
-def _shrunk(config_class: Any, tied: bool | None, text: bool, decoder: bool) -> Any:
+def _shrunk(config_class: Any, tied: bool | None, text: bool, decoder: bool, sizes: Mapping[str, Any]) -> Any:
     default = DEFAULTS[config_class.__name__]() if config_class.__name__ in DEFAULTS else config_class()
     given: dict[str, Any] = {}
     for n, field in enumerate(_fields(config_class)):
         value = default.__dict__.get(field)
         if isinstance(value, PreTrainedConfig):
-            given[field] = _shrunk(type(value), tied, text and field in TEXT_PARTS, decoder)
-        elif field in SIZES and (field in FORCED or value is not None) and not isinstance(value, dict | list | tuple):
-            given[field] = SIZES[field]
+            given[field] = _shrunk(type(value), tied, text and field in TEXT_PARTS, decoder, sizes)
+        elif field in sizes and (field in FORCED or value is not None) and not isinstance(value, dict | list | tuple):
+            given[field] = sizes[field]
         elif field.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 8:
             given[field] = 75 + n % 16
     special = {"is_decoder": True, "is_encoder_decoder": False} if decoder else {}
     special |= {} if tied is None else {"tie_word_embeddings": tied}
     given |= {field: value for field, value in special.items() if field in _fields(config_class)}
     if "kv_lora_rank" in given:
-        given["num_key_value_heads"] = SIZES["num_attention_heads"]
+        given["num_key_value_heads"] = sizes["num_attention_heads"]
     if not text:
         given |= {field: 2 for field in ("num_hidden_layers", "num_layers", "n_layer") if field in given}
     return config_class(**(given | FIXES.get(config_class.__name__, {})))
@@ -102,10 +102,10 @@ def _fields(config_class: Any) -> Iterator[str]:
 
 
 @torch.no_grad()
-def build(case: Case, tied: bool | None) -> PreTrainedModel:
+def build(case: Case, tied: bool | None = None, window: int = 4) -> PreTrainedModel:
     """A model in float32 whose every parameter is random: norms, biases and scales too."""
     torch.manual_seed(5)
-    model = case.kind._from_config(tiny(case, tied), dtype=torch.float32).eval()
+    model = case.kind._from_config(tiny(case, tied, window), dtype=torch.float32).eval()
     for p in model.parameters():
         if p.ndim < 2:
             p += 0.3 * torch.randn_like(p)

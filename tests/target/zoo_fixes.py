@@ -45,7 +45,6 @@ SIZES: dict[str, Any] = {
     "logit_scale": 0.25, "logits_scaling": 4.0, "final_logit_softcapping": 3.0, "logits_soft_cap": 3.0, "output_logit_soft_cap": 3.0,
     "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "output_multiplier": 0.4, "logits_mup_width_multiplier": 4.0,
     "scale_emb": 3, "dim_model_base": 16, "unpadded_vocab_size": 93, "embedding_scale": 3.0,
-    "sliding_window": 4, "sliding_window_size": 4, "attention_window_size": 4, "window_size": 4, "local_attention": 4,
     # vision and sound
     "image_size": 16, "patch_size": 4, "num_channels": 3, "num_mel_bins": 8, "num_position_embeddings": 16, "num_filters": 4,
     "base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1, "latent_channels": 32, "codebook_size": 16, "num_embeddings": 16,
@@ -53,6 +52,8 @@ SIZES: dict[str, Any] = {
     "hidden_size_global": 32,
 }  # fmt: skip
 
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
+"""How far back blocks with a sliding window see."""
 FORCED = ("num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per_tok", "logit_scale", "final_logit_softcapping", "sliding_window")
 """Fields that are set although their default is None."""
 
@@ -85,7 +86,8 @@ FIXES: dict[str, dict[str, Any]] = {
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteTextConfig": {"use_sliding_window": False}, "Dots3NoteAudioConfig": {"adapter_input_size": 32}, "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 2]},
+    "Dots3NoteTextConfig": {"use_sliding_window": False}, "Dots3NoteAudioConfig": {"adapter_input_size": 32},
+    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 2]},
     "Emu3Config": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91}},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [16, 16], "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
     "FastVlmConfig": {"vision_config": _CLIP},
@@ -101,7 +103,9 @@ FIXES: dict[str, dict[str, Any]] = {
     "Glm46VTextConfig": {"rope_parameters": _MROPE}, "Glm4vTextConfig": {"rope_parameters": _MROPE}, "GlmOcrTextConfig": {"rope_parameters": _MROPE},
     "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
     "Glm5NextTextConfig": {"qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 2},
-    "Granite4VisionConfig": {"vision_config": _CLIP | {"hidden_size": 64}, "deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "Granite4VisionConfig": {
+        "vision_config": _CLIP | {"hidden_size": 64}, "deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1],
+    },
     "GraniteMoeHybridConfig": {"layer_types": _MIXED},
     "HunYuanVLTextConfig": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 1, 1]}},
     "HYV4VLTextConfig": {"rope_parameters": _MROPE},
@@ -159,11 +163,10 @@ INNER = {
 
 SKIPPED = {"MllamaForCausalLM": (1,), "MllamaForConditionalGeneration": (1,)}
 """Blocks that a pass without an image leaves out."""
-UNTAPPED = {
-    "CpmAntForCausalLM": "its blocks see rows of a prompt before those of the tokens",
-    "ReformerModelWithLMHead": "its blocks see rows of padding behind those of the tokens",
-}
-"""Classes whose blocks give other rows than the tokens', and why: logits are right, taps are refused."""
+UNTAPPED = ("CpmAntForCausalLM", "ReformerModelWithLMHead", "XLNetLMHeadModel")
+"""Classes whose blocks give other rows than the tokens': of a prompt before them, of padding behind them, or one row a place and not one a text."""
+BOTH_WAYS = ("CpmAntForCausalLM", "ReformerModelWithLMHead", "XLNetLMHeadModel", "PaliGemmaForConditionalGeneration")
+"""Classes whose states of a text change with later tokens: prefixes attended both ways, permutations, hashing. Capture refuses them."""
 MIXED = (
     "DeepseekV4ForCausalLM", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration", "Glm5NextForConditionalGeneration", "Qwen4ExpForCausalLM",
     "Qwen4ExpForConditionalGeneration", "Gemma3nForCausalLM", "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "Inkling2LoopForCausalLM",
