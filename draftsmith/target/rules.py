@@ -148,9 +148,8 @@ def logit_rule(model: PreTrainedModel, head: Any, bodies: Sequence[nn.Module], n
         if rule is not None:
             return rule
         reasons.append("its logits are no scaled or capped product of the head")
-    raise ValueError(
-        f"{name}: the logit rule of {type(model).__name__} could not be read ({'; '.join(dict.fromkeys(reasons))[:300]}), and guessed logits would be wrong ones"
-    )
+    why = "; ".join(dict.fromkeys(reasons))[:300]
+    raise ValueError(f"{name}: the logit rule of {type(model).__name__} could not be read ({why}), and guessed logits would be wrong ones")
 
 
 def _pre(state: Tensor, seen: Tensor) -> float | None:

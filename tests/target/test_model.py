@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import PLAIN, saved
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.target.model import TargetModel
+from draftsmith.target.weights import Target
 
 IDS = torch.tensor([[5, 9, 17, 3, 88, 41, 2, 60], [7, 7, 30, 4, 1, 90, 12, 13]])
 
@@ -135,3 +137,40 @@ def test_a_model_without_a_list_of_blocks_is_refused(tiny_target: Path) -> None:
     model.model.layers = None
     with pytest.raises(ValueError, match="no list of 6 decoder blocks"):
         TargetModel(model)
+
+
+def without(folder: Path, key: str) -> Path:
+    """The checkpoint, a tensor taken out."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[key]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_checkpoint_with_a_hole_is_refused_and_not_filled_with_noise(tmp_path: Path, key: str) -> None:
+    folder = without(saved(PLAIN["llama"](), tmp_path / "llama"), key)
+    with pytest.raises(ValueError, match=rf"llama: 1 parameters of LlamaForCausalLM are not in the files \({key}\)"):
+        TargetModel.load(str(folder), torch.float32)
+
+
+def test_without_a_head_on_disk_the_model_speaks_with_its_embedding_as_the_target_does(tmp_path: Path) -> None:
+    """transformers would make up a random head under a flag that says untied."""
+    folder = str(without(saved(PLAIN["llama"](), tmp_path / "llama"), "lm_head.weight"))
+    with pytest.warns(UserWarning, match="the embedding is used as the head"):
+        model, target = TargetModel.load(folder, torch.float32), Target.load(folder)
+    assert torch.equal(model.head.weight, target.embedding_VH)
+    torch.testing.assert_close(model.own_logits(IDS), target.logits(model.run(IDS).last_BQH), rtol=1e-5, atol=1e-5)
+
+
+def test_several_streams_are_averaged_and_a_shape_that_is_none_is_refused(model: Callable[[str], TargetModel]) -> None:
+    target = model("llama")
+    plain = target.run(IDS, (2,)).hidden_BQF
+    assert plain is not None
+    for streams, found in ((lambda x: torch.stack((x, 3 * x), 2), 2 * plain), (lambda x: torch.stack((x, 3 * x, 5 * x), 0), 3 * plain)):
+        torch.testing.assert_close(target._one_state(2, [streams(plain)], IDS.shape), found)
+    for wrong in (plain[:, 1:], plain[0], plain.movedim(1, 0)):
+        with pytest.raises(ValueError, match="block 2 of LlamaForCausalLM cannot be tapped: it gives"):
+            target._one_state(2, [wrong], IDS.shape)
+    with pytest.raises(ValueError, match="block 2 of LlamaForCausalLM cannot be tapped: it runs 2 times a pass"):
+        target._one_state(2, [plain, plain], IDS.shape)

@@ -92,6 +92,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [16, 16], "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
     "FastVlmConfig": {"vision_config": _CLIP},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]]},
+    "Gemma3TextConfig": {"layer_types": _WINDOWS},
     "Gemma3nTextConfig": {"layer_types": _WINDOWS, "num_kv_shared_layers": 2, "laurel_rank": 8, "intermediate_size": 48},
     "Gemma4AssistantConfig": {
         "text_config": {
