@@ -181,11 +181,7 @@ def _mapped(path: Path, first: int, size: int) -> Tensor:
     try:
         storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=first + size)
     except RuntimeError:  # the system may refuse to map what is larger than its memory; the tensor alone may well fit
-        found = torch.empty(size, dtype=torch.uint8)
-        with path.open("rb") as file:
-            file.seek(first)
-            file.readinto(memoryview(found.numpy()))
-        return found
+        return torch.from_numpy(np.fromfile(path, np.uint8, size, offset=first))
     found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (size,), (1,))
     return found if first % 8 == 0 else found.clone()  # behind a header of odd length no dtype fits
 
