@@ -21,9 +21,9 @@ from draftsmith.target.weights import Target
 
 CASES = zoo.cases()
 TOGETHER = (
-    "LlamaForCausalLM-llama", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration-gemma3", "GptOssForCausalLM",
+    "LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
     "Llama4ForCausalLM-llama4_text", "Llama4ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "DeepseekV3ForCausalLM-deepseek_v3",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "DeepseekV3ForCausalLM",
 )  # fmt: skip
 ONE_BY_ONE = ("BloomForCausalLM", "MptForCausalLM", "BartForCausalLM")
 RECURRENT = ("MambaForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV32ForCausalLM", "InklingForCausalLM")

@@ -112,7 +112,7 @@ def test_every_class_of_the_table_exists() -> None:
 @pytest.mark.parametrize("published", [True, False])
 def test_the_thinker_is_found_in_a_checkpoint_that_also_talks(published: bool, tmp_path: Path) -> None:
     """The talker has an embedding, a norm and a head of its own."""
-    model = build(Case(Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniConfig, ()), tied=False)
+    model = build(Case("omni", Qwen2_5OmniForConditionalGeneration.__name__, "qwen2_5_omni", Qwen2_5OmniConfig.__name__, text=False), tied=False)
     old = ((r"^thinker\.model\.language_model\.", "thinker.model."), (r"^thinker\.model\.(?=visual|audio)", "thinker."))
     keys = write(model, tmp_path, old if published else ())
     assert {"talker.model.embed_tokens.weight", "talker.model.norm.weight", "talker.codec_head.weight"} <= keys

@@ -60,7 +60,8 @@ def cases() -> dict[str, Case]:
                     config_name = mapping._config_mapping[model_type]
                     found.setdefault((kind, config_name), Case("", kind, model_type, config_name, mapping is MODEL_FOR_CAUSAL_LM_MAPPING))
     shared = Counter(case.architecture for case in found.values())
-    named = [replace(c, name=c.architecture if shared[c.architecture] == 1 else f"{c.architecture}-{c.model_type}") for c in found.values()]
+    plain = [c for c in found.values() if shared[c.architecture] == 1 or c.architecture.startswith(c.config_name.removesuffix("Config") + "For")]
+    named = [replace(c, name=c.architecture if c in plain else f"{c.architecture}-{c.model_type}") for c in found.values()]
     return {case.name: case for case in named}
 
 
