@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def _own_cache() -> None:
+    """Prepared samples go into a folder of this session; a target that was converted before is seen there too."""
+    usual = Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
+    own = Path(tempfile.mkdtemp(prefix="draftsmith-tests-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    for target in usual.glob("*/config.json"):
+        (own / target.parent.name).symlink_to(target.parent)
+    os.environ["DRAFTSMITH_CACHE"] = str(own)
+
+
+_own_cache()
 
 import jaxtyping
 
 # jaxtyping annotations become checks, for the packages whose public functions take tensors.
 jaxtyping.install_import_hook(["draftsmith.nn", "draftsmith.drafts", "draftsmith.eval.verify", "draftsmith.core.types"], "beartype.beartype")
-
-from pathlib import Path
 
 import pytest
 import torch
