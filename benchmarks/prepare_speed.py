@@ -1,9 +1,9 @@
 """How many conversations a second become supervised tokens, against a plain loop over `apply_chat_template` and SpecForge's preprocessing?
 
-    python benchmarks/prepare_speed.py --tokenizer ~/.cache/draftsmith/smollm2-135m-instruct --specforge /tmp/specforge/bin/python --json speed.json
+    /tmp/specforge/bin/python benchmarks/prepare_speed.py --tokenizer ~/.cache/draftsmith/smollm2-135m-instruct --json speed.json
 
-Every side starts at the same JSONL file and ends with token ids and mask of every conversation, all in the memory of a process of its own; imports and loading the tokenizer
-are not counted. One process means one core (pinned). Repetitions alternate between the sides; the best CPU time and the best wall time of each count.
+Every side starts at the same JSONL file and ends with token ids and mask of every conversation; imports and loading the tokenizer are not counted. All run in turn in
+one process with one thread for everything (`--core` also pins it); the best CPU time and the best wall time of several repetitions count. CPU time includes children.
 
 ours        `draftsmith.data.cache.prepare`: read, detect, convert, hash, render, mask, tokenize, write Arrow and map it. Cold (nothing cached) and warm (all cached).
 naive       for each assistant turn, ids of the prompt and ids with the answer from `apply_chat_template`; the answer is what the second has more.
@@ -14,8 +14,9 @@ The conversations (ShareGPT's shape) are made of the bundled ones' text, token i
 about as long as UltraChat's; `short`: the bundled conversations one by one. One word in 50 is replaced by an invented one that stands nowhere else, so no message occurs
 twice and the number of different words grows as in real text. All have the same system prompt, because SpecForge's `qwen` adds it otherwise.
 
-SpecForge needs an environment of its own:  python -m venv --system-site-packages /tmp/specforge && /tmp/specforge/bin/pip install --no-deps specforge datasets
-(torch and transformers must be importable there). Without it the other sides are measured alone.
+SpecForge wants an environment of its own, from one that has Draftsmith:
+python -m venv --system-site-packages /tmp/specforge && /tmp/specforge/bin/pip install --no-deps specforge datasets
+Where it cannot be imported, the other sides are measured alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 SYSTEM = "You are a helpful assistant."
 MAX_LENGTH = 2048
 FRESH = 50
@@ -52,7 +56,9 @@ def write_conversations(file: Path, count: int, kind: str) -> None:
     """The same conversations for the same arguments."""
     with gzip.open(ROOT / "draftsmith/data/bundled/train.jsonl.gz", "rt", encoding="utf-8") as lines:
         talks = [json.loads(line)["messages"] for line in lines]
-    exchanges = [(a["content"], b["content"]) for talk in talks for a, b in zip(talk, talk[1:], strict=False) if (a["role"], b["role"]) == ("user", "assistant")]
+    exchanges = [
+        (a["content"], b["content"]) for talk in talks for a, b in zip(talk, talk[1:], strict=False) if (a["role"], b["role"]) == ("user", "assistant")
+    ]
     draw, numbers = random.Random(0), iter(range(10**9))
     with file.open("w", encoding="utf-8") as out:
         for n in range(count):
@@ -82,7 +88,7 @@ def invented(number: int) -> str:
     return word
 
 
-# ---- the sides: each runs in a process of its own and returns ids and mask by conversation ----
+# ---- the sides: what is timed, and how ids and mask of each conversation are read from what it returns ----
 
 Found = Iterator[tuple[list[int], list[int]]]
 
@@ -159,40 +165,44 @@ def specforge(file: Path, where: str, processes: int) -> tuple[Callable[[], Any]
 SIDES = {"ours": ours, "naive": naive, "specforge": specforge}
 
 
-def run_side(side: str, file: Path, tokenizer: str, processes: int, check: bool) -> None:
-    """One measurement, as a line of JSON; with `check`, a hash of each conversation's ids and mask."""
-    work, read = SIDES[side](file, tokenizer, processes)
-    row: dict[str, Any] = {}
+# ---- measuring ----
+
+
+def timed(side: str, file: Path, tokenizer: str, folder: Path, processes: int = 1, check: bool = False) -> dict[str, Any]:
+    """One run with empty caches, ours once more with full ones; with `check`, also a hash of each conversation's ids and mask."""
+    own = Path(tempfile.mkdtemp(dir=folder))
+    os.environ["DRAFTSMITH_CACHE"] = str(own)
+    copy = Path(shutil.copy(file, own))  # `datasets` remembers files by their names
+    work, read = SIDES[side](copy, tokenizer, processes)
+    row: dict[str, Any] = {"side": side}
     for name in ("cold", "warm") if side == "ours" else ("cold",):
         before, start = os.times(), time.perf_counter()
         found = work()
         wall, after = time.perf_counter() - start, os.times()
         row[name] = {"wall": wall, "cpu": sum(after[:4]) - sum(before[:4])}
     if check:
-        pairs = list(read(found))
-        row["hashes"] = sorted(hashlib.sha256(json.dumps([list(map(int, ids)), list(map(int, mask))]).encode()).hexdigest()[:16] for ids, mask in pairs)
-        row["tokens"], row["supervised"] = sum(len(ids) for ids, _ in pairs), sum(int(sum(mask)) for _, mask in pairs)
-    print("\n" + json.dumps(row))
+        pairs = [(list(map(int, ids)), list(map(int, mask))) for ids, mask in read(found)]
+        row["hashes"] = {hashlib.sha256(json.dumps(pair).encode()).hexdigest() for pair in pairs}
+        row["tokens"], row["supervised"] = sum(len(ids) for ids, _ in pairs), sum(sum(mask) for _, mask in pairs)
+    shutil.rmtree(own)
+    print(
+        f"  {file.stem}, {Path(tokenizer).name}: {side} " + ", ".join(f"{k} {row[k]['cpu']:.2f} s CPU" for k in ("cold", "warm") if k in row),
+        file=sys.stderr,
+        flush=True,
+    )
+    return row
 
 
-# ---- measuring ----
-
-
-def measure(side: str, file: Path, options: argparse.Namespace, tokenizer: str, processes: int = 1, check: bool = False) -> dict[str, Any]:
-    """One run of a side with empty caches: its figures and the highest memory of its processes together, in MiB."""
-    python = options.specforge if side == "specforge" else sys.executable
-    command = [python, __file__, "--side", side, "--file", str(file), "--tokenizer", tokenizer, "--processes", str(processes), *(["--check"] if check else [])]
-    cores = sorted(os.sched_getaffinity(0))[-processes:]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | ONE_CORE | {"DRAFTSMITH_CACHE": cache, "HF_DATASETS_CACHE": f"{cache}/datasets", "PYTHONPATH": str(ROOT)}
-        command = ["taskset", "-c", ",".join(map(str, cores)), *command]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            peak: dict[str, float] = {"anonymous": 0.0, "all": 0.0}
-            watcher = threading.Thread(target=watch, args=(process.pid, peak), daemon=True)
-            watcher.start()
-            out, errors = process.communicate()
+def alone(file: Path, tokenizer: str, processes: int) -> dict[str, Any]:
+    """Ours in a process of its own: its figures, and the most memory that its processes held together, in MiB."""
+    command = [sys.executable, __file__, "--tokenizer", tokenizer, "--alone", str(file), "--processes", str(processes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peak = {"anonymous": 0.0, "all": 0.0}
+        watcher = threading.Thread(target=watch, args=(process.pid, peak), daemon=True)
+        watcher.start()
+        out, _ = process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{side} ended with {process.returncode}:\n{errors[-3000:]}")
+        raise RuntimeError(f"ours ended with {process.returncode}")
     return json.loads(out.strip().splitlines()[-1]) | {"MiB": peak["all"], "anonymous MiB": peak["anonymous"]}
 
 
@@ -202,7 +212,7 @@ def watch(pid: int, peak: dict[str, float]) -> None:
         found = [memory(p) for p in family(pid)]
         peak["all"] = max(peak["all"], sum(a for a, _ in found))
         peak["anonymous"] = max(peak["anonymous"], sum(b for _, b in found))
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def family(pid: int) -> list[int]:
@@ -225,25 +235,24 @@ def memory(pid: int) -> tuple[float, float]:
     return tuple(int(lines.get(name, "0 kB").split()[0]) / 1024 for name in ("VmRSS", "RssAnon"))  # type: ignore[return-value]
 
 
-def compare(kind: str, tokenizer: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare(kind: str, tokenizer: str, sides: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All sides in turn on the same conversations: the best of several, and how many conversations have the same ids and mask as ours."""
     file = folder / f"{kind}.jsonl"
     write_conversations(file, options.count, kind)
-    sides = [side for side in SIDES if side != "specforge" or options.specforge]
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for repetition in range(options.repetitions):
-        for side in sides:
-            runs[side].append(measure(side, file, options, tokenizer, check=repetition == 0))
-            print(f"  {kind}, {Path(tokenizer).name}: {side} {runs[side][-1]['cold']}", file=sys.stderr, flush=True)
-    best = {side: {f"{k}/s": options.count / min(r["cold"][k] for r in runs[side]) for k in ("cpu", "wall")} for side in sides}
-    best["ours, warm"] = {f"{k}/s": options.count / max(min(r["warm"][k] for r in runs["ours"]), 1e-3) for k in ("cpu", "wall")}
-    hashes = {side: runs[side][0]["hashes"] for side in sides}
-    same = {side: len(set(hashes[side]) & set(hashes["ours"])) for side in sides}
-    figures = {"tokens": runs["ours"][0]["tokens"], "supervised": runs["ours"][0]["supervised"]}
-    others = [side for side in sides if side != "ours"]
-    ratio = {k: best["ours"][k] / max(best[side][k] for side in others) for k in ("cpu/s", "wall/s")}
-    return {"kind": kind, "tokenizer": tokenizer, "conversations": options.count, **figures, "best": best, "same as ours": same, "ratio": ratio, "runs": [
-        {"side": side, **{k: v for k, v in r.items() if k != "hashes"}} for side in sides for r in runs[side]]}  # fmt: skip
+    runs = [timed(side, file, tokenizer, folder, check=not n) for n in range(options.repetitions) for side in sides]
+    best = {side: rates(options.count, [r["cold"] for r in runs if r["side"] == side]) for side in sides}
+    best["ours, warm"] = rates(options.count, [r["warm"] for r in runs if r["side"] == "ours"])
+    hashes = {r["side"]: r.pop("hashes") for r in runs if "hashes" in r}
+    ratio = {k: best["ours"][k] / max(best[side][k] for side in sides if side != "ours") for k in ("cpu", "wall")}
+    return {
+        "kind": kind, "tokenizer": tokenizer, "conversations": options.count, "tokens": runs[0]["tokens"], "supervised": runs[0]["supervised"],
+        "best": best, "same as ours": {side: len(found & hashes["ours"]) for side, found in hashes.items()}, "ratio": ratio, "runs": runs,
+    }  # fmt: skip
+
+
+def rates(count: int, runs: list[dict[str, float]]) -> dict[str, float]:
+    """Conversations per second, the best of several runs; the clock of CPU time ticks every 10 ms."""
+    return {k: count / max(min(run[k] for run in runs), 0.01) for k in ("cpu", "wall")}
 
 
 def grow(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -251,11 +260,9 @@ def grow(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     found = []
     for rows in options.rows:
         file = folder / f"{rows}.jsonl"
-        write_conversations(file, rows, "chat")
-        for processes in options.processes_tried:
-            row = measure("ours", file, options, options.tokenizer[0], processes)
-            found.append({"rows": rows, "file MiB": file.stat().st_size / 2**20, "processes": processes, **row})
-            print(f"  {found[-1]}", file=sys.stderr, flush=True)
+        write_conversations(file, rows, options.grow)
+        for processes in options.processes:
+            found.append({"rows": rows, "file MiB": file.stat().st_size / 2**20, "processes": processes, **alone(file, options.tokenizer[0], processes)})
         file.unlink()
     return found
 
@@ -264,41 +271,49 @@ def show(report: dict[str, Any]) -> None:
     """Plain tables."""
     for part in report["speed"]:
         size = f"{part['conversations']:,} conversations of {part['tokens'] / part['conversations']:,.0f} tokens, {part['supervised'] / part['tokens']:.0%} supervised"
-        print(f"\n{part['kind']}, {Path(part['tokenizer']).name}: {size}; one process\n{'':14}{'per CPU second':>16}{'per second':>12}   same ids and mask as ours")
+        print(
+            f"\n{part['kind']}, {Path(part['tokenizer']).name}: {size}; one process\n{'':14}{'per CPU second':>16}{'per second':>12}   same ids and mask as ours"
+        )
         for side, best in part["best"].items():
             same = f"{part['same as ours'][side]:,}" if side in part["same as ours"] else ""
-            print(f"{side:<14}{best['cpu/s']:>16,.0f}{best['wall/s']:>12,.0f}   {same}")
-        print(f"ours, cold, against the faster of the others: {part['ratio']['cpu/s']:.1f} times (CPU), {part['ratio']['wall/s']:.1f} times (wall)")
+            print(f"{side:<14}{best['cpu']:>16,.0f}{best['wall']:>12,.0f}   {same}")
+        print(f"ours, cold, against the faster of the others: {part['ratio']['cpu']:.1f} times (CPU), {part['ratio']['wall']:.1f} times (wall)")
     if report["growth"]:
         print(f"\n{'rows':>8}{'file MiB':>10}{'processes':>11}{'per CPU second':>16}{'per second':>12}{'peak MiB':>10}{'anonymous':>11}")
     for row in report["growth"]:
         speed = [row["rows"] / row["cold"][k] for k in ("cpu", "wall")]
-        print(f"{row['rows']:>8,}{row['file MiB']:>10.0f}{row['processes']:>11}{speed[0]:>16,.0f}{speed[1]:>12,.0f}{row['MiB']:>10,.0f}{row['anonymous MiB']:>11,.0f}")
+        print(
+            f"{row['rows']:>8,}{row['file MiB']:>10.0f}{row['processes']:>11}{speed[0]:>16,.0f}{speed[1]:>12,.0f}{row['MiB']:>10,.0f}{row['anonymous MiB']:>11,.0f}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", action="append", required=True, help="folder with tokenizer.json and a ChatML template; repeat for several")
-    parser.add_argument("--specforge", help="Python of an environment that has SpecForge")
     parser.add_argument("--kinds", nargs="*", default=["chat", "short"], choices=["chat", "short"])
     parser.add_argument("--count", type=int, default=2000, help="conversations that the sides are compared on")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="*", default=[2000, 8000, 32000], help="sizes at which ours alone is measured")
-    parser.add_argument("--processes-tried", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--grow", default="chat", choices=["chat", "short"], help="what these rows are")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--core", type=int, help="stay on this core while the sides are compared")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--processes", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        run_side(options.side, options.file, options.tokenizer[0], options.processes, options.check)
-        return
-    if not options.specforge:
-        print("without SpecForge: see --help for how to install it, then name its Python with --specforge", file=sys.stderr)
+    os.environ |= ONE_CORE  # before any library is loaded
     with tempfile.TemporaryDirectory() as folder:
-        speed = [compare(kind, tokenizer, options, Path(folder)) for tokenizer in options.tokenizer for kind in options.kinds]
-        report = {"speed": speed, "growth": grow(options, Path(folder)) if options.rows else []}
+        os.environ["HF_DATASETS_CACHE"] = folder
+        if options.alone:
+            print("\n" + json.dumps(timed("ours", options.alone, options.tokenizer[0], Path(folder), options.processes[0])))
+            return
+        sides = [side for side in SIDES if side != "specforge" or importlib.util.find_spec("specforge")]
+        if "specforge" not in sides:
+            print("SpecForge is not installed here, so it is left out; --help says how to install it", file=sys.stderr)
+        growth = grow(options, Path(folder))
+        if options.core is not None:
+            os.sched_setaffinity(0, {options.core})
+        speed = [compare(kind, tokenizer, sides, options, Path(folder)) for tokenizer in options.tokenizer for kind in options.kinds]
+    report = {"speed": speed, "growth": growth}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     show(report)
