@@ -2,17 +2,19 @@
 
     /tmp/specforge/bin/python benchmarks/prepare_speed.py --tokenizer ~/.cache/draftsmith/smollm2-135m-instruct --json speed.json
 
-Every side starts at the same JSONL file and ends with token ids and mask of every conversation; imports and loading the tokenizer are not counted. All run in turn in
-one process with one thread for everything (`--core` also pins it); the best CPU time and the best wall time of several repetitions count. CPU time includes children.
+Every side starts at the same JSONL file and ends with token ids and mask of every conversation; imports and loading the tokenizer are not counted.
+All run in turn in one process with one thread for everything (`--core` also pins it); the best CPU time and the best wall time of several repetitions
+count. CPU time includes children.
 
-ours        `draftsmith.data.cache.prepare`: read, detect, convert, hash, render, mask, tokenize, write Arrow and map it. Cold (nothing cached) and warm (all cached).
+ours        `draftsmith.data.cache.prepare`: read, detect, convert, hash, render, mask, tokenize, write Arrow and map it. Cold (nothing cached), and
+            warm (everything cached).
 naive       for each assistant turn, ids of the prompt and ids with the answer from `apply_chat_template`; the answer is what the second has more.
-specforge   `prepare_prompt_tasks` of the published package as its trainer calls it (JSON to Arrow, render, tokenize, mask by tokenizing prefixes, filter), `num_proc=1`,
-            its template `qwen`, whose marks are those of every ChatML tokenizer.
+specforge   `prepare_prompt_tasks` of the published package as its trainer calls it (JSON to Arrow, render, tokenize, mask by tokenizing prefixes,
+            filter), `num_proc=1`, its template `qwen`, whose marks are those of every ChatML tokenizer.
 
-The conversations (ShareGPT's shape) are made of the bundled ones' text, token ids left out. `chat`: 1 to 6 exchanges, answers of 1 to 3 bundled answers, which is
-about as long as UltraChat's; `short`: the bundled conversations one by one. One word in 50 is replaced by an invented one that stands nowhere else, so no message occurs
-twice and the number of different words grows as in real text. All have the same system prompt, because SpecForge's `qwen` adds it otherwise.
+The conversations (ShareGPT's shape) are made of the bundled ones' text, token ids left out. `chat`: 1 to 6 exchanges, answers of 1 to 3 bundled
+answers, which is about as long as UltraChat's; `short`: one exchange. One word in 50 is replaced by an invented one that stands nowhere else, so
+no message occurs twice and the number of different words grows as in real text. All have the same system prompt: SpecForge's `qwen` adds it otherwise.
 
 SpecForge wants an environment of its own, from one that has Draftsmith:
 python -m venv --system-site-packages /tmp/specforge && /tmp/specforge/bin/pip install --no-deps specforge datasets
@@ -35,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,8 @@ SYSTEM = "You are a helpful assistant."
 MAX_LENGTH = 2048
 FRESH = 50
 """One word in so many is new."""
-SYLLABLES = [c + v for c in "b c d f g h k l m n p r s t v w z br ch dr gl kr pl sh st th tr".split() for v in "a e i o u ai ea ou".split()]
+CONSONANTS, VOWELS = "bcdfghklmnprstvwz", ("a", "e", "i", "o", "u", "ai", "ea", "ou", "er", "on")
+SYLLABLES = [c + v for c in CONSONANTS for v in VOWELS]
 NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
 ROLES = {name: role for role, name in NAMES.items()}
 ONE_CORE = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -56,9 +60,7 @@ def write_conversations(file: Path, count: int, kind: str) -> None:
     """The same conversations for the same arguments."""
     with gzip.open(ROOT / "draftsmith/data/bundled/train.jsonl.gz", "rt", encoding="utf-8") as lines:
         talks = [json.loads(line)["messages"] for line in lines]
-    exchanges = [
-        (a["content"], b["content"]) for talk in talks for a, b in zip(talk, talk[1:], strict=False) if (a["role"], b["role"]) == ("user", "assistant")
-    ]
+    exchanges = [(a["content"], b["content"]) for talk in talks for a, b in pairwise(talk) if (a["role"], b["role"]) == ("user", "assistant")]
     draw, numbers = random.Random(0), iter(range(10**9))
     with file.open("w", encoding="utf-8") as out:
         for n in range(count):
@@ -261,8 +263,8 @@ def grow(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for rows in options.rows:
         file = folder / f"{rows}.jsonl"
         write_conversations(file, rows, options.grow)
-        for processes in options.processes:
-            found.append({"rows": rows, "file MiB": file.stat().st_size / 2**20, "processes": processes, **alone(file, options.tokenizer[0], processes)})
+        size = file.stat().st_size / 2**20
+        found += [{"rows": rows, "file MiB": size, "processes": n, **alone(file, options.tokenizer[0], n)} for n in options.processes]
         file.unlink()
     return found
 
@@ -270,21 +272,17 @@ def grow(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 def show(report: dict[str, Any]) -> None:
     """Plain tables."""
     for part in report["speed"]:
-        size = f"{part['conversations']:,} conversations of {part['tokens'] / part['conversations']:,.0f} tokens, {part['supervised'] / part['tokens']:.0%} supervised"
-        print(
-            f"\n{part['kind']}, {Path(part['tokenizer']).name}: {size}; one process\n{'':14}{'per CPU second':>16}{'per second':>12}   same ids and mask as ours"
-        )
+        count, tokens = part["conversations"], part["tokens"]
+        print(f"\n{part['kind']}, {Path(part['tokenizer']).name}: {count:,} conversations of {tokens / count:,.0f} tokens, ", end="")
+        print(f"{part['supervised'] / tokens:.0%} supervised; one process\n{'':14}{'per CPU second':>16}{'per second':>12}   same as ours")
         for side, best in part["best"].items():
-            same = f"{part['same as ours'][side]:,}" if side in part["same as ours"] else ""
-            print(f"{side:<14}{best['cpu']:>16,.0f}{best['wall']:>12,.0f}   {same}")
+            print(f"{side:<14}{best['cpu']:>16,.0f}{best['wall']:>12,.0f}   {part['same as ours'].get(side, '')}")
         print(f"ours, cold, against the faster of the others: {part['ratio']['cpu']:.1f} times (CPU), {part['ratio']['wall']:.1f} times (wall)")
     if report["growth"]:
         print(f"\n{'rows':>8}{'file MiB':>10}{'processes':>11}{'per CPU second':>16}{'per second':>12}{'peak MiB':>10}{'anonymous':>11}")
     for row in report["growth"]:
-        speed = [row["rows"] / row["cold"][k] for k in ("cpu", "wall")]
-        print(
-            f"{row['rows']:>8,}{row['file MiB']:>10.0f}{row['processes']:>11}{speed[0]:>16,.0f}{speed[1]:>12,.0f}{row['MiB']:>10,.0f}{row['anonymous MiB']:>11,.0f}"
-        )
+        cpu, wall = (row["rows"] / row["cold"][k] for k in ("cpu", "wall"))
+        print(f"{row['rows']:>8,}{row['file MiB']:>10.0f}{row['processes']:>11}{cpu:>16,.0f}{wall:>12,.0f}{row['MiB']:>10,.0f}{row['anonymous MiB']:>11,.0f}")
 
 
 def main() -> None:
