@@ -10,7 +10,7 @@ ours        `draftsmith.data.cache.prepare`: read, detect, convert, hash, render
             warm (everything cached).
 naive       for each assistant turn, ids of the prompt and ids with the answer from `apply_chat_template`; the answer is what the second has more.
 specforge   `prepare_prompt_tasks` of the published package as its trainer calls it (JSON to Arrow, render, tokenize, mask by tokenizing prefixes,
-            filter), `num_proc=1`, its template `qwen`, whose marks are those of every ChatML tokenizer.
+            filter), without the pool that `num_proc=1` would start, its template `qwen`, whose marks are those of every ChatML tokenizer.
 
 The conversations (ShareGPT's shape) are made of the bundled ones' text, token ids left out. `chat`: 1 to 6 exchanges, answers of 1 to 3 bundled
 answers, which is about as long as UltraChat's; `short`: one exchange. One word in 50 is replaced by an invented one that stands nowhere else, so
@@ -148,7 +148,7 @@ def specforge(file: Path, where: str, processes: int) -> tuple[Callable[[], Any]
     def work() -> Any:
         return prepare_prompt_tasks(
             str(file), tokenizer, chat_template="qwen", max_length=MAX_LENGTH, is_preformatted=False, train_only_last_turn=False,
-            cache_dir=os.environ["DRAFTSMITH_CACHE"], cache_key="speed", num_proc=processes,
+            cache_dir=os.environ["DRAFTSMITH_CACHE"], cache_key="speed", num_proc=None,
         )  # fmt: skip
 
     def read(found: Any) -> Found:
