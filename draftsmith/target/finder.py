@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -38,7 +39,6 @@ _ELSEWHERE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|talker|c
 """Parts of multi-modal and multi-token checkpoints that have embeddings, heads and norms of their own."""
 _NUMBERED = re.compile(r"\.\d+\.")
 _CHUNK_ROWS = 8192
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,16 @@ class Finder:
         )
 
     def _require_finite(self, part: Part, tensor: Tensor) -> None:
-        """Chunk by chunk: a mask over a whole head would take half as much memory as the head. Also counts what was read into the checksum."""
+        """Chunk by chunk, so that no mask as long as a head is made. Extremes first: isfinite takes ten times as long, and few heads are damaged."""
         bad, first = 0, None
         for start in range(0, len(tensor), _CHUNK_ROWS):
             chunk = tensor[start : start + _CHUNK_ROWS].contiguous()
-            self.checksum += int(chunk.view(_BITS[chunk.element_size()]).sum(dtype=torch.int64)) * (start + 1)
+            self.checksum += _sum_of_bits(chunk) * (start + 1)
+            if all(torch.isfinite(extreme) for extreme in chunk.aminmax()):
+                continue
             wrong = ~torch.isfinite(chunk)
-            if wrong.any():
-                bad += int(wrong.sum())
-                first = start + int(wrong.flatten(1).any(1).nonzero()[0] if wrong.ndim > 1 else wrong.nonzero()[0]) if first is None else first
+            bad += int(wrong.sum())
+            first = start + int(wrong.flatten(1).any(1).nonzero()[0] if wrong.ndim > 1 else wrong.nonzero()[0]) if first is None else first
         if bad:
             raise ValueError(f"{self.place.name}: {part.key} holds {bad:,} values that are NaN or infinite (first in row {first}): the checkpoint is damaged")
 
@@ -325,6 +326,12 @@ class Finder:
         every = [k for g in self.groups for k in g.file_of]
         near = difflib.get_close_matches(key, every, n=3, cutoff=0.3)
         return ", ".join(near) or f"none ({len(every)} tensors in all)"
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    stored = tensor.reshape(-1).view(torch.uint8).numpy()
+    whole = len(stored) // 8 * 8
+    return int(np.add.reduce(stored[:whole].view(np.int64))) + int(stored[whole:].sum())
 
 
 def _leads_to(parent: str, key: str) -> bool:
