@@ -12,6 +12,7 @@ ShapeName = Literal["messages", "sharegpt", "prompt", "alpaca", "text", "tokens"
 """Shapes of rows; `shapes.py` says what each looks like."""
 TooLong = Literal["token", "turn", "drop"]
 Turns = Literal["all", "last"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 class SourceConfig(Config):
@@ -59,7 +60,9 @@ class DataConfig(Config):
     deduplicate: bool = False
     """Keep the first of conversations that are equal in every message."""
     turns: Turns = "all"
-    """Assistant turns to learn from: `all`, or the `last` one of each conversation."""
+    """Turns to learn from: `all` of the chosen roles, or the `last` one of each conversation."""
+    roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
+    """Whose turns are learned from. A draft is asked only while the assistant writes; other roles are more text for it, of the same kind or not."""
     thinking: bool | None = None
     """Sets the template's `enable_thinking`. `false` also removes thinking from answers; absent, the template decides."""
     template: str | None = None

@@ -161,7 +161,7 @@ def tokenize(found: Sequence[Conversation | Text | Tokens], template: ChatTempla
             if isinstance(item, Tokens):
                 answers[n] = [item]
                 continue
-            groups = of_text(item.text, preformatted(item.text, template)) if isinstance(item, Text) else groups_of(item, template, config)
+            groups = of_text(item.text, preformatted(item.text, template, config)) if isinstance(item, Text) else groups_of(item, template, config)
             waiting |= {(n, place): group for place, group in enumerate(groups)}
         except TemplateError as error:
             answers[n] = error
@@ -232,6 +232,9 @@ class _Text:
 
         spans: list[tuple[int, int]] = []
         for n, turn in enumerate(self.turns):
+            if turn.given:
+                spans += [(near(a, end=False), near(b, end=True)) for a, b in turn.spans]
+                continue
             start, last = before(len(turn.prompt)), n == len(self.turns) - 1
             if turn.ids is not None:
                 stop = (start or 0) + len(turn.ids)

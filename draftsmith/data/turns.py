@@ -1,4 +1,4 @@
-"""A conversation's assistant turns as text: what a server is given before each, and what it then writes.
+"""A conversation's turns as text: what a server is given before each assistant turn, and what it then writes; other roles' turns if they are asked for.
 
 The prompt of a turn is the rendering of everything before it plus the assistant's header, the answer is what the rendering with the answer adds, up to and
 including its end mark. While a prompt repeats the turns so far, they share one text; where the template rewrote history, a new text starts.
@@ -20,13 +20,14 @@ from draftsmith.data.template import EMPTY_THINKING, PROBE, ChatTemplate, Templa
 class Turn:
     """One answer. `whole` starts with `prompt` and ends with the answer's end mark; with `ids`, these tokens follow the prompt, whatever their text.
 
-    `spans`: the characters of `whole` to learn from.
+    `spans`: the characters of `whole` to learn from. `given`: no answer but another role's turn, which a server tokenizes together with its header.
     """
 
     prompt: str
     whole: str
     spans: tuple[tuple[int, int], ...] = ()
     ids: tuple[int, ...] | None = None
+    given: bool = False
 
 
 def groups_of(conversation: Conversation, template: ChatTemplate, config: DataConfig) -> list[list[Turn]]:
@@ -46,13 +47,23 @@ def groups_of(conversation: Conversation, template: ChatTemplate, config: DataCo
 def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfig) -> list[Turn]:
     messages, tools = conversation.messages, conversation.tools
     # What stands before the first message of others cannot have been asked for: it is history, never an answer.
-    places = [i for i, m in enumerate(messages) if m.role == "assistant" and any(b.role != "assistant" for b in messages[:i])]
+    asked = next((i for i, m in enumerate(messages) if m.role != "assistant"), len(messages))
+    places = [i for i, m in enumerate(messages) if m.role in config.roles and (m.role != "assistant" or i > asked)]
+    if not places and config.roles != ("assistant",):
+        raise TemplateError(f"without a turn of {' or '.join(config.roles)}")
     if not places:
         raise TemplateError("with nothing before the answer" if any(m.role == "assistant" for m in messages) else "without an assistant turn")
     if any(m.role == "tool" for m in messages[: places[-1]]) and not template.writes_results:
         raise TemplateError("with tool results, which the chat template leaves out")
     if config.turns == "last":
         places = places[-1:]
+    written = [i for i in places if messages[i].role == "assistant"]
+    found = _written(messages, written, template, tools) | _given(messages, [i for i in places if i not in written], template, tools)
+    return [found[i] for i in places]
+
+
+def _written(messages: Sequence[Message], places: Sequence[int], template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
+    """The assistant turns at these places."""
     rendered = [i for i in places if messages[i].token_ids is None]
     prompts = template.render([messages[:i] for i in places], True, tools)
     wholes, marks = template.render_marked([[*messages[:i], _spoken(messages[i], template)] for i in rendered], tools)
@@ -61,10 +72,29 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
         _rendered(messages[: i + 1], prompt, *answers[i], template, tools) if i in answers else Turn(prompt, prompt, ids=_recorded(messages[i], template))
         for i, prompt in zip(places, prompts, strict=True)
     ]
-    if template.end_mark in template.closing:
-        return turns
-    following = [prompt.removeprefix(turn.whole) if prompt.startswith(turn.whole) else "" for turn, prompt in zip(turns, [*prompts[1:], ""], strict=True)]
-    return [_stopped(turn, messages[i], rest, template) for turn, i, rest in zip(turns, places, following, strict=True)]
+    if template.end_mark not in template.closing:
+        following = [prompt.removeprefix(turn.whole) if prompt.startswith(turn.whole) else "" for turn, prompt in zip(turns, [*prompts[1:], ""], strict=True)]
+        turns = [_stopped(turn, messages[i], rest, template) for turn, i, rest in zip(turns, places, following, strict=True)]
+    return dict(zip(places, turns, strict=True))
+
+
+def _given(messages: Sequence[Message], places: Sequence[int], template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
+    """Other roles' turns: content through end mark, between what the template writes before and behind any content there. Raises TemplateError when
+    the template moves, repeats or leaves out the content, so that this cannot be told."""
+    texts = template.render([messages[: i + 1] for i in places], False, tools)
+    probed = template.render([[*messages[:i], replace(messages[i], content=PROBE)] for i in places], False, tools)
+    turns: dict[int, Turn] = {}
+    for i, text, probe in zip(places, texts, probed, strict=True):
+        before, _, behind = probe.partition(PROBE)
+        start, end = len(before), len(text) - len(behind)
+        if probe.count(PROBE) != 1 or start > end or not (text.startswith(before) and text.endswith(behind)):
+            raise TemplateError(f"with a {messages[i].role} turn that the chat template does not set apart")
+        mark = template.first_mark(behind)
+        closed = mark and behind.lstrip().startswith(mark)
+        end += behind.index(mark) + len(mark) if closed else 0
+        # Without a mark, the last characters may share a token with what the template writes behind them.
+        turns[i] = Turn(before, text[:end] if closed else text, ((start, end),), given=True)
+    return turns
 
 
 def _stopped(turn: Turn, message: Message, following: str, template: ChatTemplate) -> Turn:
@@ -169,8 +199,11 @@ def _without_thinking(message: Message) -> Message:
     return replace(message, content=content, reasoning=None)
 
 
-def preformatted(text: str, template: ChatTemplate) -> list[tuple[int, int]]:
-    """Characters of the answers in a text that is rendered already: from each assistant header through the next end mark."""
+def preformatted(text: str, template: ChatTemplate, config: DataConfig) -> list[tuple[int, int]]:
+    """Characters of the answers in a text that is rendered already: from each assistant header through the next end mark. Raises TemplateError for
+    other roles."""
+    if config.roles != ("assistant",):
+        raise TemplateError("of text that is rendered already, in which only assistant turns can be found")
     spans: list[tuple[int, int]] = []
     place = 0
     while template.header and (at := text.find(template.header, place)) >= 0:
