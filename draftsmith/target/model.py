@@ -151,7 +151,8 @@ class TargetModel:
             pieces = [self.run(ids[:, i : i + n], (), order[:, i : i + n], None, cache).last_BQH for i, n in ((5, 1), (6, 4), (10, 2))]
         except (ValueError, RuntimeError, IndexError, KeyError) as error:
             return f"{type(error).__name__}: {error}"
-        return "other numbers" if _differ(torch.cat(pieces, dim=1), whole[:, 5:]) else None
+        right = _error(torch.cat(pieces, dim=1), whole[:, 5:]) <= _rounding(whole)
+        return None if right else "other numbers"
 
     @cached_property
     def takes_masks(self) -> bool:
@@ -166,15 +167,18 @@ class TargetModel:
         position = torch.where(real, real.cumsum(0) - 1, 0)[None]
         try:
             alone = self.run(ids[:, real], (), position[:, real]).last_BQH
+            spread = self.run(ids[:, real], (), order[real][None]).last_BQH
             hidden = self.run(ids, (), position, mask[None, None]).last_BQH[:, real]
         except (ValueError, RuntimeError, IndexError, KeyError):
             return False
-        return not _differ(hidden, alone)
+        # Whether positions count at all is asked apart, for what they change can be little beside the rounding of bfloat16.
+        return not torch.equal(spread, alone) and _error(hidden, alone) <= _rounding(alone)
 
     def require_causal(self, ids_BT: Tensor) -> None:
         """Raises ValueError when the states of tokens change with what follows them: features would tell a draft what it is to predict."""
         part = ids_BT.shape[1] // 2
-        if _differ(self.run(ids_BT).last_BQH[:, :part], self.run(ids_BT[:, :part]).last_BQH):
+        alone = self.run(ids_BT[:, :part]).last_BQH
+        if not _error(self.run(ids_BT).last_BQH[:, :part], alone) <= _rounding(alone):
             raise ValueError(
                 f"{type(self.speaker).__name__} is no causal language model on text: its states are other ones when later tokens are left out, so features "
                 "would give away what a draft is to predict"
@@ -264,7 +268,12 @@ class TargetModel:
             return self.speaker(input_ids=ids_BQ, use_cache=False).logits
 
 
-def _differ(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether states differ by more than rounding (0.0003 of their size in float32, 0.09 in bfloat16); as a whole, since one expert may be chosen otherwise."""
-    size = torch.linalg.vector_norm(theirs.float()).clamp(min=1e-6)
-    return not float(torch.linalg.vector_norm(ours.float() - theirs.float()) / size) <= torch.finfo(theirs.dtype).eps ** 0.5
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """Median over tokens of the relative error of their states: rounding may send single tokens to another expert, a fault is in most."""
+    error = torch.linalg.vector_norm(ours.float() - theirs.float(), dim=-1) / torch.linalg.vector_norm(theirs.float(), dim=-1).clamp(min=1e-6)
+    return float(error.median()) if error.numel() else 0.0
+
+
+def _rounding(states: Tensor) -> float:
+    """Relative error that is taken for rounding: 0.0003 in float32, 0.09 in bfloat16."""
+    return torch.finfo(states.dtype).eps ** 0.5
