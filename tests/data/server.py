@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jinja2
-from families import family
+from template_families import family
 
 from draftsmith.data.conversations import Conversation, Message
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-from families import FAMILIES, FOLDER, family
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from template_families import FAMILIES, FOLDER, family
 
 SMOLLM2 = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 COMPOSES = {"glm4", "gpt_oss", "llama3_1", "phi4", "qwen2_5", "qwen3", "qwen3_marked"}

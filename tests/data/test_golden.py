@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import CASES, conversation
-from families import FAMILIES, family
 from showing import shown
+from talk_cases import CASES, conversation
+from template_families import FAMILIES, family
 
 from draftsmith.data.config import DataConfig
 from draftsmith.data.samples import tokenize

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from families import FAMILIES, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import ENDS, Refused, header, turns
 from showing import runs
+from template_families import FAMILIES, family
 
 from draftsmith.data.conversations import Conversation, Message
 from draftsmith.data.samples import samples_of

@@ -6,7 +6,7 @@ import copy
 import functools
 
 import pytest
-import reference
+import slow_samples as reference
 import templates
 from hypothesis import given, settings
 from hypothesis import strategies as st

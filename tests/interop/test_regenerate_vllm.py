@@ -7,12 +7,13 @@ import os
 import signal
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chat_server import ChatServer, Misbehave
 from command_line import command, start
-from engines import Vllm
+from engines import Vllm, environment
 
 from draftsmith.data import bundled
 from draftsmith.data.conversations import Conversation, Message, dumps, read
@@ -22,6 +23,19 @@ from draftsmith.target import smollm2
 
 pytestmark = pytest.mark.interop
 TOOLS = ({"type": "function", "function": {"name": "get_tides", "description": "Tides of a port.", "parameters": {"type": "object", "properties": {}}}},)
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    """One server for all tests."""
+    if not any(environment().glob("lib/python*/site-packages/vllm")):
+        pytest.skip(f"no vLLM in {environment()}: run `make engines` (about 3.5 GB), or set DRAFTSMITH_ENGINES to such an environment")
+    server = Vllm(tmp_path_factory.mktemp("vllm") / "log.txt")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from families import family
 from server import header
+from template_families import family
 
 from draftsmith.data.conversations import Conversation, Message
 
