@@ -15,7 +15,7 @@ import yaml
 
 from draftsmith.core.config import Config, load, parse
 from draftsmith.core.disk import write_bytes
-from draftsmith.core.log import say, table
+from draftsmith.core.log import say
 from draftsmith.data import cache, page
 from draftsmith.data.cache import ArrowSamples
 from draftsmith.data.config import DataConfig
@@ -75,8 +75,9 @@ def prepare(
 
 def list_presets() -> None:
     """The public sets that a name stands for."""
-    rows = [(name, p.hub, ", ".join(s for s in p.subsets if s), p.split, p.license) for name, p in PRESETS.items()]
-    table("public sets", ("name", "on the Hugging Face hub", "configurations", "split", "licence"), rows)
+    for name, preset in PRESETS.items():
+        subsets = "".join(f", {s}" for s in preset.subsets if s)
+        say(f"{name:<28}{preset.hub}{subsets}, {preset.split}; {preset.license}")
 
 
 def _settings(inputs: Sequence[str], processes: int | None) -> tuple[DataConfig, str | None]:

@@ -93,7 +93,8 @@ class ArrowSamples(Sequence[Sample]):
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample."""
-        return compute.list_value_length(self.table["input_ids"]).to_numpy()[self.rows].astype(np.int64)
+        found = compute.call_function("list_value_length", [self.table["input_ids"]])
+        return found.to_numpy()[self.rows].astype(np.int64)
 
     @cached_property
     def cut_tokens(self) -> int:

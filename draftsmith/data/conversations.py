@@ -149,7 +149,7 @@ def unknown_role(role: str, known: Iterable[str], expected: str) -> RowError:
     """The error for a role that is none of `known`, with the closest one; `expected` lists the usual ones."""
     near = difflib.get_close_matches(role.lower(), tuple(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return RowError(f"with the unknown role {short(role)}", f"unknown role {role!r}; expected {expected}{hint}")
+    return RowError(f"with the unknown role {role[:40]!r}", f"unknown role {role!r}; expected {expected}{hint}")
 
 
 def short(value: Any) -> str:

@@ -112,10 +112,10 @@ def _turn(turn: Any) -> dict[str, Any]:
 
 def _calls(text: Any) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text) if isinstance(text, str) else text
+        found: Any = json.loads(text) if isinstance(text, str) else text
     except ValueError:
         found = None
-    calls = found if isinstance(found, list) else [found]
+    calls: list[Any] = found if isinstance(found, list) else [found]
     if not all(isinstance(call, Mapping) for call in calls):
         raise RowError("with a function call that is no JSON object", f"a function call must be a JSON object with `name` and `arguments`, got {short(text)}")
     return [{"type": "function", "function": call.get("function", call)} for call in calls]

@@ -33,15 +33,18 @@ def report(title: str, found: ArrowSamples, figures: Figures, template: ChatTemp
     counts, tokens, supervised = figures.counts, int(found.lengths.sum()), _supervised(found)
     for shape, number in figures.shapes.items():
         say(f"{title}: {number:,} rows of {shape}")
-    rows: list[tuple[str, str, str]] = [("read", f"{counts.read:,}", ""), ("kept", f"{counts.kept:,}", "")]
-    rows += [(f"dropped {reason}", f"{number:,}", first) for reason, (number, first) in counts.reasons.items()]
-    rows += [
+    for reason, (number, first) in counts.reasons.items():
+        say(f"{title}: dropped {number:,} {reason} (first: {first})")
+    rows = [
+        ("conversations read", f"{counts.read:,}", ""),
+        ("kept", f"{counts.kept:,}", f"{counts.kept / max(counts.read, 1):.1%}"),
+        ("dropped", f"{counts.dropped:,}", f"{counts.dropped / max(counts.read, 1):.1%}"),
         ("samples", f"{len(found):,}", ""),
         ("tokens", f"{tokens:,}", ""),
         ("supervised", f"{supervised:,}", f"{supervised / max(tokens, 1):.1%}"),
         ("cut at the maximum length", f"{found.cut_tokens:,}", f"{found.cut_tokens / max(tokens + found.cut_tokens, 1):.1%} of all tokens"),
     ]
-    table(title, ("", "number", "first place, or share"), rows)
+    table(title, ("", "number", "share"), rows)
     lengths = histogram(found)
     longest = max(n for _, n in lengths)
     table("tokens a sample", ("", "samples", ""), [(name, f"{n:,}", "█" * round(40 * n / longest) or "▏") for name, n in lengths])

@@ -67,7 +67,7 @@ class ChatTemplate:
     def jinja(self, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The template's text; a tokenizer may have one of its own for conversations with tools."""
         if tools:
-            return self.source or str(self.tokenizer.get_chat_template(None, list(tools)))
+            return self.source or str(self.tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
         return self._plain_jinja
 
     @cached_property
@@ -90,7 +90,8 @@ class ChatTemplate:
     def _render(
         self, prefixes: Sequence[Sequence[Message]], prompt: bool, tools: Sequence[Mapping[str, Any]], marks: bool
     ) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        jinja, offered = self.jinja(tools), [dict(tool) for tool in tools] or None
+        jinja = self.jinja(tools)
+        offered: list[Any] | None = [dict(tool) for tool in tools] or None
         if not prefixes:
             return [], []
         if not all(prefixes):
