@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ pytestmark = [
     pytest.mark.interop,
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium on the PATH; DRAFTSMITH_CHROMIUM names one elsewhere (npm pack @sparticuz/chromium holds one)"),
 ]
-HOSTILE = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><b>"
+TAG = "<img/src=x/onerror=window.pwned=1>"
+"""A token of its own: markup in one piece, without a character that is drawn specially."""
+HOSTILE = f"</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><b>{TAG}"
 STRANGE = "👩\u200d🚀 é\n  two  spaces \u202eover\u202c\ttab \u0007 مرحبا"
 
 
@@ -65,6 +68,9 @@ def rows() -> list[Any]:
 @pytest.fixture(scope="module")
 def shown(template: ChatTemplate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     assert PROGRAM is not None
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.add_tokens([TAG])
+    template = ChatTemplate(tokenizer, "with a tag")
     folder = tmp_path_factory.mktemp("page")
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -226,6 +232,7 @@ def test_only_what_is_near_is_in_the_document(shown: Shown) -> None:
 
 def test_hostile_text_stays_text(shown: Shown) -> None:
     shown.open(f"name {HOSTILE}")
+    assert TAG in [t[3] for t in drawn(shown.tab)]
     assert HOSTILE in shown.tab.js("$('tokens').textContent")
     assert shown.tab.js("document.querySelectorAll('img, main b:not(#rows b), script').length") == 1  # its own script
     assert shown.tab.js("document.title") == f"Title {HOSTILE}" == shown.tab.js("$('title').textContent")
