@@ -16,7 +16,8 @@ app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Train, check and ship draft models for speculative decoding.\n\n"
     "Start with `draftsmith quickstart`; look at a target with `draftsmith inspect`. "
-    "The same stages one by one, with a recipe: `capture`, `train`, `eval`, `export`.",
+    "The same stages one by one, with a recipe: `prepare`, `capture`, `train`, `eval`, `export`.\n\n"
+    "`draftsmith regenerate` records a target's own answers to any conversations.",
 )  # fmt: skip
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
@@ -80,17 +81,79 @@ def inspect(
 
 
 @app.command()
-def answers(
-    prompts: Annotated[Path, typer.Argument(help="JSONL file of conversations; their own answers, if any, are replaced.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .jsonl.gz.", show_default=False)],
-    target: Annotated[str, typer.Option(help="smollm2, or a directory.")] = "smollm2",
-    max_new: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 160,
-    batch: Annotated[int, typer.Option(min=1, help="Conversations decoded together.")] = 64,
+def regenerate(
+    prompts: Annotated[str, typer.Argument(help="File, hub data set or public set of conversations; their answers are replaced.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .jsonl.gz, in the order of the input.", show_default=False)],
+    server: Annotated[list[str] | None, typer.Option(help="Address of a server of the target, as http://host:8000; repeat it for several.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Answer on this machine instead, in float32.")] = False,
+    target: Annotated[str | None, typer.Option(help="smollm2 or a directory: what answers locally (default smollm2); checks a server's token ids.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name that the servers serve; found out when absent.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Each turn derives its own from it.")] = 0,
+    reasoning: Annotated[str, typer.Option(help="keep, or off: ask the template not to think.")] = "keep",
+    template_kwargs: Annotated[str, typer.Option(help="JSON object that the chat template is given.")] = "{}",
+    token_ids: Annotated[str, typer.Option(help="field, logprobs or off: where token ids of an answer are asked for.")] = "field",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests running on each server.")] = 32,
+    tries: Annotated[int, typer.Option(min=1, help="Tries of a request before its conversation counts as failed.")] = 6,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a reply may take.")] = 600.0,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds without any working server before giving up.")] = 120.0,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations decoded together, locally.")] = 64,
 ) -> None:
-    """Record the target's own greedy answers (float32): what a draft should learn from. Stopped, it continues where it was."""
-    from draftsmith import pipeline
+    """Ask the target for its own answers, turn by turn: what a draft should learn from. Stopped or killed, the same command continues.
 
-    pipeline.record_answers(prompts, out, target, max_new, batch)
+    Example: draftsmith regenerate prompts.jsonl answers.jsonl --server http://a:8000 --server http://b:8000 --temperature 0.7
+    """
+    from draftsmith import pipeline
+    from draftsmith.data.chat import AnswerSettings
+    from draftsmith.data.regenerate import Service
+
+    settings = AnswerSettings(max_tokens, temperature, top_p, seed, reasoning, token_ids, _object(template_kwargs, "--template-kwargs"))
+    if local == bool(server):
+        raise ValueError("who is to answer? Give --server ADDRESS (once or several times), or --local")
+    if local:
+        pipeline.answer_locally(prompts, out, target or "smollm2", settings, batch)
+    else:
+        service = Service(tuple(server or ()), model, None, concurrency, tries, timeout, patience)
+        pipeline.answer_by_servers(prompts, out, target, settings, service)
+
+
+def _object(text: str, option: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {text!r}: expected a JSON object, for example '{{\"enable_thinking\": true}}'")
+    return found
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="One recipe; or files, hub data sets, public sets by name. And settings: data.max_length=4096 …", show_default=False),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="smollm2, or a directory; the recipe's when absent.", show_default=False)] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many samples, what is learned from in colour.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that would be dropped.")] = False,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that render and tokenize.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write token ids and masks, .jsonl or .parquet.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to browse the samples in: one file, no network.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files that --out and --html name.")] = False,
+    presets: Annotated[bool, typer.Option("--presets", help="List the public sets that can be read by name.")] = False,
+) -> None:
+    """Turn conversations into samples and count everything: shapes, drops with reasons, lengths, supervised share, coverage of draft vocabularies.
+
+    Example: draftsmith prepare my-talks.jsonl ultrachat --target /models/Qwen3-8B --show 3 data.too_long=turn
+    """
+    from draftsmith import prepare as preparing
+
+    if presets:
+        preparing.list_presets()
+    else:
+        preparing.prepare(inputs or [], target, show, strict, processes, out, html, force)
 
 
 @app.command()

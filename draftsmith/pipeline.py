@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,17 +15,24 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core import config as configs
 from draftsmith.core.disk import write_text
-from draftsmith.core.env import best_device, dtype_of
+from draftsmith.core.env import api_key, best_device, dtype_of
 from draftsmith.core.log import progress, say
 from draftsmith.core.types import FeatureSpec, Sample
-from draftsmith.data import bundled, conversations, samples, vocab
-from draftsmith.data.conversations import Conversation
+from draftsmith.data import cache, vocab
+from draftsmith.data.cache import ArrowSamples
+from draftsmith.data.chat import AnswerSettings
+from draftsmith.data.config import DataConfig, SourceConfig
+from draftsmith.data.conversations import Conversation, Counts
+from draftsmith.data.prepare import Figures, Job, open_job
+from draftsmith.data.regenerate import Service, regenerate
+from draftsmith.data.show import describe
+from draftsmith.data.sources import chunks, open_source
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS
-from draftsmith.drafts.base import Draft
+from draftsmith.drafts.base import Draft, Sampling
+from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
 from draftsmith.eval.report import Prompt, evaluate, show, spread
 from draftsmith.export.write import export
@@ -70,9 +77,11 @@ def load_model(target: TargetConfig, device: str, dtype: torch.dtype) -> TargetM
     return TargetModel.load(target.where, dtype, device, target.revision)
 
 
-def load_template(target: TargetConfig) -> ChatTemplate:
-    """Its tokenizer and chat template."""
-    return ChatTemplate.load(target.where, target.revision)
+def load_template(target: TargetConfig, data: DataConfig | None = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """Its tokenizer and chat template, with the variables that the settings and `variables` give the template."""
+    data = data or DataConfig()
+    switch = {} if data.thinking is None else {"enable_thinking": data.thinking, "thinking": data.thinking}
+    return ChatTemplate.load(target.where, target.revision, data.template, switch | data.template_kwargs | dict(variables or {}))
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Run:
     @cached_property
     def template(self) -> ChatTemplate:
         """The target's tokenizer."""
-        return load_template(self.chosen)
+        return load_template(self.chosen, self.recipe.data)
 
     @cached_property
     def spec(self) -> FeatureSpec:
@@ -114,21 +123,32 @@ class Run:
         kind = DRAFTS[self.recipe.draft.kind]
         return replace(kind.needs(self.recipe.draft, self.target.shape), dtype=self.recipe.features.dtype)
 
-    def conversations(self, split: str, everything: bool = False) -> list[Conversation]:
-        """Training (`train`) or held-out (`held-out`) conversations; `everything`: whatever data.limit says."""
-        data = self.recipe.data
-        where = data.train if split == "train" else data.held_out
-        found = bundled.conversations(split) if where == "bundled" else conversations.read(where)
-        return spread(found, None if everything else data.limit) if split == "train" else found
+    @cached_property
+    def held_out(self) -> tuple[ArrowSamples, Figures]:
+        """All held-out samples and what became of their rows."""
+        return self._prepared("held-out", frozenset())
 
-    def samples(self, split: str, everything: bool = False) -> list[Sample]:
-        """Rendered and masked, with the counts printed."""
-        found = self.conversations(split, everything)
-        if split == "held-out":
-            found = spread(found, self.recipe.data.held_out_features)
-        prepared = samples.prepare(found, self.template, self.recipe.data.max_length)
-        say(f"{split}: {prepared.describe()}")
-        return prepared.samples
+    @cached_property
+    def train(self) -> tuple[ArrowSamples, Figures]:
+        """All training samples; conversations that ask what a held-out one asks are not among them."""
+        return self._prepared("train", self.held_out[0].asked)
+
+    def _prepared(self, split: str, excluded: frozenset[bytes]) -> tuple[ArrowSamples, Figures]:
+        found, figures = cache.prepare(open_job(self.recipe.data, self.template, split, excluded), title=split)
+        say(f"{split}: {describe(found, figures)}")
+        return found, figures
+
+    def conversations(self, split: str) -> list[Conversation]:
+        """Conversations (`train` or `held-out`) out of the recipe's sources; rows that are none are left out."""
+        job = open_job(self.recipe.data, self.template, split)
+        entries = (entry for chunk in chunks(job.sources) for entry in job.entries(chunk, Figures()))
+        return [replace(entry.item, id=entry.name) for entry in entries if isinstance(entry.item, Conversation)]
+
+    def samples(self, split: str, everything: bool = False) -> ArrowSamples:
+        """Rendered and masked; of the training split data.limit conversations unless `everything`, of the held-out one data.held_out_features."""
+        data = self.recipe.data
+        found, _ = self.train if split == "train" else self.held_out
+        return found.spread((None if everything else data.limit) if split == "train" else data.held_out_features)
 
     def new_draft(self) -> Draft:
         """With seeded weights, before `initialise`."""
@@ -147,7 +167,7 @@ class Run:
 
     def identity(self, found: Sequence[Sample]) -> files.Identity:
         """What its feature files must be of."""
-        template = hashlib.sha256(str(self.template.tokenizer.chat_template).encode()).hexdigest()[:16]
+        template = hashlib.sha256(self.template.jinja().encode()).hexdigest()[:16]
         compute = str(dtype_of(self.recipe.features.compute, self.device)).removeprefix("torch.")
         return files.Identity.of(self.target.fingerprint, self.spec, compute, template, found)
 
@@ -169,12 +189,43 @@ def plain_decoder(target: TargetConfig, device: str, dtype: torch.dtype, templat
     return Decoder(load_model(target, device, dtype), load_target(target, device, dtype), template.end_ids)
 
 
-def record_answers(prompts: Path, out: Path, target: str, max_new: int, batch: int) -> None:
-    """Greedy answers of a target to a file of conversations."""
-    asked, chosen = conversations.read(prompts), resolved(TargetConfig(where=target))
-    template = load_template(chosen)
-    record(asked, plain_decoder(chosen, best_device(), torch.float32, template), template, out, max_new, batch)
-    say(f"{len(asked):,} conversations with answers in {out}")
+def asked_of(prompts: str) -> tuple[list[Conversation], Counts]:
+    """Every conversation of a file, a hub data set or a public set, ids made different, and what became of its rows."""
+    job, figures = Job((open_source(SourceConfig(path=prompts), "train"),), DataConfig(), None), Figures()
+    asked: list[Conversation] = []
+    seen: dict[str, int] = {}
+    for entry in (entry for chunk in chunks(job.sources) for entry in job.entries(chunk, figures)):
+        if not isinstance(entry.item, Conversation):
+            figures.counts.drop("that are rendered already", entry.where)
+            continue
+        name = entry.name
+        while name in seen:
+            seen[entry.name] += 1
+            name = f"{entry.name}#{seen[entry.name]}"
+        seen[name] = 1
+        asked.append(replace(entry.item, id=name))
+    if not asked:
+        raise ValueError(f"{prompts} holds nothing to ask: {figures.counts.describe()}")
+    return asked, figures.counts
+
+
+def answer_locally(prompts: str, out: Path, target: str, settings: AnswerSettings, batch: int) -> None:
+    """The target's answers to conversations, decoded on this machine in float32. Raises ValueError for settings that need a server."""
+    if (settings.top_p, settings.token_ids) != (1.0, AnswerSettings.token_ids):
+        raise ValueError("--local decodes greedily or at a temperature and always records token ids; --top-p and --token-ids need a server")
+    (asked, rows), chosen = asked_of(prompts), resolved(TargetConfig(where=target))
+    template, device = load_template(chosen, variables=settings.template_variables), best_device()
+    decoder = plain_decoder(chosen, device, torch.float32, template)
+    if settings.temperature:
+        decoder = replace(decoder, sampling=Sampling(settings.temperature, torch.Generator(device)))
+    record(asked, decoder, template, out, settings, batch, rows)
+
+
+def answer_by_servers(prompts: str, out: Path, target: str | None, settings: AnswerSettings, service: Service) -> None:
+    """The target's answers to conversations, from servers; with `target`, token ids are checked with its tokenizer."""
+    decode = None if target is None else load_template(resolved(TargetConfig(where=target))).text
+    asked, rows = asked_of(prompts)
+    regenerate(asked, out, replace(service, key=api_key()), settings, decode, rows)
 
 
 def capture(run: Run) -> None:
@@ -244,7 +295,7 @@ def evaluation_prompts(run: Run) -> list[Prompt]:
     for c in spread(run.conversations("held-out"), run.recipe.eval.prompts):
         ends = [i for i, m in enumerate(c.messages) if m.role == "assistant"]
         before = c.messages[: ends[-1]] if ends else c.messages
-        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, prompt=True))))
+        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, True, c.tools))))
     return found
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from draftsmith.answers import record
 from draftsmith.core.config import dump, load, parse
 from draftsmith.core.env import cache_dir, dtype_of
 from draftsmith.core.log import say, stage
 from draftsmith.data import bundled
-from draftsmith.eval.answers import answer
+from draftsmith.data.chat import AnswerSettings
+from draftsmith.eval.answers import answer, record
 from draftsmith.eval.report import spread
 from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, source, train, write_report
 from draftsmith.recipe import Recipe
@@ -85,7 +85,7 @@ def _own_answers(run: Run, budget: float) -> Path:
         answer(spread(bundled.prompts("train"), ANSWER_BATCH), decoder, run.template, longest, ANSWER_BATCH, lambda _tokens: None)
         counts = answerable(budget, (time.perf_counter() - clock) / ANSWER_BATCH)
         for split, path in paths.items():
-            record(spread(bundled.prompts(split), counts[split]), decoder, run.template, path, longest, ANSWER_BATCH)
+            record(spread(bundled.prompts(split), counts[split]), decoder, run.template, path, AnswerSettings(longest), ANSWER_BATCH)
     return folder
 
 

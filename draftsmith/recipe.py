@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftsmith.core.config import Config
-from draftsmith.data.samples import DataConfig
+from draftsmith.data.config import DataConfig
 from draftsmith.drafts import AnyDraftConfig
 from draftsmith.eval.report import EvalConfig
 from draftsmith.export.write import ExportConfig

@@ -58,7 +58,7 @@ def edit(recipe: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_help_names_every_stage_and_the_start(tmp_path: Path) -> None:
     text = printed(tmp_path, "--help", code=0)
-    assert all(re.search(rf"^│ {name}\b", text, re.MULTILINE) for name in ("quickstart", "answers", *STAGES))
+    assert all(re.search(rf"^│ {name}\b", text, re.MULTILINE) for name in ("quickstart", "regenerate", *STAGES))
     assert "draftsmith quickstart" in text
 
 
@@ -69,7 +69,9 @@ def test_help_of_a_stage_shows_recipe_and_overrides(tmp_path: Path, stage: str) 
     assert "key.sub=value" in text
 
 
-@pytest.mark.parametrize(("name", "options"), [("quickstart", ["--target", "--minutes", "--run"]), ("answers", ["--target", "--max-new", "--batch"])])
+@pytest.mark.parametrize(
+    ("name", "options"), [("quickstart", ["--target", "--minutes", "--run"]), ("regenerate", ["--server", "--local", "--target", "--max-tokens", "--batch"])]
+)
 def test_help_of_the_others_shows_their_options(tmp_path: Path, name: str, options: list[str]) -> None:
     text = printed(tmp_path, name, "--help", code=0)
     assert all(option in text for option in options)
@@ -180,7 +182,7 @@ def test_layers_that_the_target_lacks_are_refused(recipe: Path, stage: str, laye
     ("text", "said"),
     [
         ("", "holds no conversation: it is empty"),
-        ("{\n", ":1 is not valid JSON"),
+        ("{\n", ":1: not valid JSON"),
         ('{"messages": [{"role": "human", "content": "x"}]}\n', ":1: unknown role 'human'"),
         ('{"messages": [{"role": "user", "content": null}]}\n', ":1: a message needs `role` and `content` as text"),
         (None, "no conversations at"),
@@ -202,15 +204,15 @@ def test_nothing_left_to_train_on_gives_the_reasons(recipe: Path) -> None:
     (recipe.parent / "train.jsonl").write_text(dumps(talks))
     text = printed(recipe.parent, "capture", recipe, code=2)
     assert "error: nothing left to train on: read 2 = kept 0 + dropped 2" in text
-    assert "1 without an assistant turn (first: first)" in text
-    assert "1 with answers of fewer than two tokens (first: second)" in text
+    assert f"1 without an assistant turn (first: {recipe.parent / 'train.jsonl'}:1)" in text
+    assert f"1 with answers of fewer than two tokens (first: {recipe.parent / 'train.jsonl'}:2)" in text
 
 
 def test_a_dropped_conversation_is_counted_and_the_rest_goes_on(recipe: Path, talks: list[Conversation]) -> None:
     lonely = Conversation("lonely", "k", (Message("user", "a"),))
     (recipe.parent / "train.jsonl").write_text(dumps([*talks[:3], lonely]))
     text = printed(recipe.parent, "capture", recipe, code=0)
-    assert "train: read 4 = kept 3 + dropped 1: 1 without an assistant turn (first: lonely)" in text
+    assert f"train: read 4 = kept 3 + dropped 1: 1 without an assistant turn (first: {recipe.parent / 'train.jsonl'}:4)" in text
 
 
 @pytest.mark.parametrize(("stage", "said"), [("train", "draftsmith capture"), ("eval", "draftsmith train"), ("export", "draftsmith train")])
@@ -293,11 +295,12 @@ def test_an_export_goes_where_it_is_told(finished: tuple[Path, dict[str, str]], 
         assert (tmp_path / "shipped" / name).read_bytes() == (finished[0].parent / "run" / "export" / name).read_bytes()
 
 
-def test_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_target: Path, talks: list[Conversation], template: ChatTemplate) -> None:
+def test_local_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_target: Path, talks: list[Conversation], template: ChatTemplate) -> None:
     asked = [talks[0], talks[1], talks[3]]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl.gz"
     prompts.write_text(dumps(asked))
-    printed(tmp_path, "answers", prompts, out, "--target", tiny_target, "--max-new", 6, "--batch", 2, code=0)
+    arguments = ["regenerate", prompts, out, "--local", "--target", tiny_target, "--max-tokens", 6, "--batch", 2]
+    printed(tmp_path, *arguments, code=0)
     found = read(out)
     assert [c.users_only() for c in found] == [c.users_only() for c in asked]
     for conversation in found:
@@ -308,6 +311,20 @@ def test_answers_are_recorded_for_every_question_and_kept(tmp_path: Path, tiny_t
             assert message.content == template.text(message.token_ids)
             assert (message.finish_reason == "stop") == (message.token_ids[-1] in template.end_ids)
     before = out.read_bytes()
-    assert "kept" in printed(tmp_path, "answers", prompts, out, "--target", tiny_target, code=0)
+    assert "kept" in printed(tmp_path, *arguments, code=0)
+    assert "max_tokens = 6, asked for now is 7" in printed(tmp_path, *arguments, "--max-tokens", 7, code=2)
     assert out.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl.gz", "output.txt", "prompts.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl.gz", "answers.jsonl.gz.report.json", "output.txt", "prompts.jsonl"]
+
+
+def test_sampled_local_answers_repeat_with_their_seed(tmp_path: Path, tiny_target: Path, talks: list[Conversation]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(dumps(talks))
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "same", "other", "greedy")}
+    settings = {"one": (1, 3), "same": (1, 3), "other": (1, 4), "greedy": (0, 3)}
+    for name, (temperature, seed) in settings.items():
+        sampling = ("--temperature", temperature, "--seed", seed, "--max-tokens", 6)
+        printed(tmp_path, "regenerate", prompts, files[name], "--local", "--target", tiny_target, *sampling, code=0)
+    one, same, other, greedy = (files[name].read_bytes() for name in settings)
+    assert one == same
+    assert len({one, other, greedy}) == 3

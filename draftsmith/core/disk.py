@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 PARTIAL = ".partial"
 
@@ -20,7 +21,8 @@ class DiskError(OSError):
 
 
 @contextmanager
-def _explained(path: Path, size: int | None = None) -> Iterator[None]:
+def explained(path: Path, size: int | None = None) -> Iterator[None]:
+    """Turns an OSError into a DiskError that names the file, its size in bytes and the free space."""
     try:
         yield
     except OSError as error:
@@ -33,15 +35,16 @@ def _explained(path: Path, size: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def write_bytes(path: Path | str, data: bytes) -> None:
-    """Write a file whole or not at all. Raises DiskError."""
+@contextmanager
+def new_file(path: Path | str, size: int | None = None) -> Iterator[BinaryIO]:
+    """Fill a file aside, flush it and rename it into place at the end. On any error nothing is left. Raises DiskError."""
     path = Path(path)
     aside = path.with_name(path.name + PARTIAL)
-    with _explained(path, len(data)):
+    with explained(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with aside.open("wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
@@ -50,10 +53,16 @@ def write_bytes(path: Path | str, data: bytes) -> None:
             raise
 
 
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write a file whole or not at all. Raises DiskError."""
+    with new_file(path, len(data)) as file:
+        file.write(data)
+
+
 def append_text(path: Path | str, text: str) -> None:
     """Append to a log. Raises DiskError."""
     path = Path(path)
-    with _explained(path, len(text)), path.open("a", encoding="utf-8") as file:
+    with explained(path, len(text)), path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -68,11 +77,11 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     aside = path.with_name(path.name + PARTIAL)
     shutil.rmtree(aside, ignore_errors=True)
-    with _explained(path):
+    with explained(path):
         aside.mkdir(parents=True)
     try:
         yield aside
-        with _explained(path):
+        with explained(path):
             if path.exists():
                 shutil.rmtree(path)
             aside.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,27 @@ import torch
 def cache_dir() -> Path:
     """Where converted targets are kept: `DRAFTSMITH_CACHE`, else `~/.cache/draftsmith`."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
+
+
+def engines_dir() -> Path:
+    """Virtual environment with the serving engines that interop tests start: `DRAFTSMITH_ENGINES`, else `.venv-engines` (`make engines`)."""
+    return Path(os.environ.get("DRAFTSMITH_ENGINES") or ".venv-engines")
+
+
+def api_key() -> str | None:
+    """Sent to inference servers as a bearer token: `DRAFTSMITH_API_KEY`."""
+    return os.environ.get("DRAFTSMITH_API_KEY") or None
+
+
+def tokenize_in_one_thread() -> None:
+    """For worker processes: their number is the parallelism, and forks of threaded tokenizers may hang."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def chromium() -> str | None:
+    """A Chromium that runs without a window: `DRAFTSMITH_CHROMIUM`, else the first on the PATH; None where there is none."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell", "headless_shell")
+    return os.environ.get("DRAFTSMITH_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
 def best_device() -> str:

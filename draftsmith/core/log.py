@@ -33,8 +33,8 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def progress(title: str, total: float, unit: str) -> Iterator[Advance]:
-    """A bar with rate, elapsed time and time left."""
+def progress(title: str, total: float | None, unit: str) -> Iterator[Advance]:
+    """A bar with rate, elapsed time and time left; without a total, what is known of these."""
     columns = (
         TextColumn("{task.description:<9}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), _Rate(),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from draftsmith.core.types import Sample
 
+TOGETHER = 1_000
+"""Samples counted in one pass: each pass costs as much as the vocabulary is large."""
+
 
 @dataclass(frozen=True)
 class DraftVocabulary:
@@ -39,9 +42,13 @@ class DraftVocabulary:
 def count(samples: Iterable[Sample], target_size: int) -> Int[Tensor, " V"]:
     """How often each target id was written by the assistant."""
     total = torch.zeros(target_size, dtype=torch.long)
+    waiting: list[Tensor] = []
     for sample in samples:
-        total += torch.bincount(sample.input_ids[sample.loss_mask], minlength=target_size)
-    return total
+        waiting.append(sample.input_ids[sample.loss_mask])
+        if len(waiting) == TOGETHER:
+            total += torch.bincount(torch.cat(waiting), minlength=target_size)
+            waiting = []
+    return total + torch.bincount(torch.cat(waiting), minlength=target_size) if waiting else total
 
 
 def choose(counts_V: Int[Tensor, " V"], size: int) -> DraftVocabulary:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftsmith.core.config import at, dump, load, parse
+from draftsmith.data.config import SourceConfig
 from draftsmith.drafts.eagle3 import Eagle3Config
 from draftsmith.recipe import Recipe
 from draftsmith.train.loop import TrainConfig
@@ -153,7 +154,7 @@ def test_a_schedule_holds_its_last_value_that_began(later: list[tuple[float, int
         ("draft.layers=null", None),
         ("draft.steps=[[0, 1], [0.5, 3]]", ((0.0, 1), (0.5, 3))),
         ("data.limit=3", 3),
-        ("data.train=a=b.jsonl", "a=b.jsonl"),
+        ("data.train=a=b.jsonl", (SourceConfig(path="a=b.jsonl"),)),
         ("train.tensorboard=true", True),
         ("features.kind=live", "live"),
         ("train.seed = 9", 9),

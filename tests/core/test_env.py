@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import draftsmith
-from draftsmith.core.env import best_device, cache_dir, dtype_of, fast_dtype
+from draftsmith.core.env import best_device, cache_dir, chromium, dtype_of, fast_dtype
 
 PACKAGE = Path(draftsmith.__file__).parent
 
@@ -65,3 +65,14 @@ def test_no_other_file_reads_the_environment() -> None:
 @pytest.mark.parametrize("planted", ["import os\nx = os.environ['A']", "import os as o\nx = o.getenv('A')", "from os import environ as e\nx = e['A']"])
 def test_a_planted_read_is_found(planted: str) -> None:
     assert environment_reads(ast.parse(planted))
+
+
+def test_chromium_is_the_named_one_or_the_first_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("DRAFTSMITH_CHROMIUM", raising=False)
+    assert chromium() is None
+    for name in ("google-chrome", "chromium"):
+        (tmp_path / name).touch(mode=0o755)
+    assert chromium() == str(tmp_path / "chromium")
+    monkeypatch.setenv("DRAFTSMITH_CHROMIUM", "/opt/chromium/start")
+    assert chromium() == "/opt/chromium/start"

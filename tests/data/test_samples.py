@@ -130,7 +130,7 @@ def test_an_answer_whose_first_characters_would_merge_with_the_header_is_kept(an
 
 def recorded(template: ChatTemplate, text: str, reason: str) -> Message:
     ids = template.tokenizer(text + (END if reason == "stop" else ""))["input_ids"]
-    return Message("assistant", text, tuple(ids), reason)
+    return Message("assistant", text, token_ids=tuple(ids), finish_reason=reason)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
@@ -155,7 +155,7 @@ def test_recorded_ids_that_are_not_the_usual_ones_start_a_new_sample_at_the_next
     odd = [t for c in "hello world" for t in real.tokenizer(c)["input_ids"]]
     assert odd != usual
     assert real.text(odd) == "hello world"
-    samples = samples_of(talk("a", Message("assistant", "hello world", (*odd, 2), "stop"), "b", "yes"), real)
+    samples = samples_of(talk("a", Message("assistant", "hello world", token_ids=(*odd, 2), finish_reason="stop"), "b", "yes"), real)
     assert [spoken(s, real) for s in samples] == [["hello world" + END], ["yes" + END]]
     assert samples[0].input_ids[samples[0].loss_mask].tolist() == [*odd, 2]
     assert "hello world" in whole(samples[1], real)
@@ -165,7 +165,7 @@ def test_recorded_ids_that_are_not_the_usual_ones_start_a_new_sample_at_the_next
 def test_recorded_ids_of_another_tokenizer_are_not_taken(template: ChatTemplate, ids: tuple[int, ...]) -> None:
     assert template.text([90, 91]) != "hello world"
     with pytest.raises(ValueError, match="token"):
-        prepare([talk("a", Message("assistant", "hello world", ids, "stop"))], template, 100)
+        prepare([talk("a", Message("assistant", "hello world", token_ids=ids, finish_reason="stop"))], template, 100)
 
 
 def fate(reason: str) -> Conversation:
@@ -208,7 +208,7 @@ def test_nothing_left_names_reason_count_and_first_place(template: ChatTemplate)
 
 
 def test_a_template_that_rewrites_the_answer_drops_with_that_reason(template: ChatTemplate) -> None:
-    with pytest.raises(ValueError, match="1 the rendered answer does not continue its prompt"):
+    with pytest.raises(ValueError, match="1 with an answer without thinking, which the prompt of the template opens"):
         prepare([talk("a", "b c")], changed(template, templates.REWRITES_ANSWER), 100)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 import pytest
 import torch
 
 from draftsmith.data.conversations import Conversation, Message
 from draftsmith.data.samples import samples_of
-from draftsmith.data.template import ChatTemplate
+from draftsmith.data.template import ChatTemplate, TemplateError
 from draftsmith.eval.answers import answer
 from draftsmith.eval.decode import Decoder
 from draftsmith.target.model import TargetModel
@@ -39,13 +39,19 @@ def ends(model: TargetModel, target: Target, template: ChatTemplate, asked: list
     return (*template.end_ids, plain[3].token_ids[4], plain[7].token_ids[-1])
 
 
+def answers(found: list[Conversation | TemplateError]) -> list[Conversation]:
+    """All of them answered."""
+    assert all(isinstance(c, Conversation) for c in found)
+    return [c for c in found if isinstance(c, Conversation)]
+
+
 @pytest.mark.parametrize("batch", [1, 5, 100])
 def test_every_turn_equals_transformers_generate_after_the_earlier_answers(
     target_model: TargetModel, target: Target, template: ChatTemplate, asked: list[Conversation], batch: int
 ) -> None:
     end_ids = ends(target_model, target, template, asked)
     told: list[int] = []
-    answered = answer(asked, Decoder(target_model, target, end_ids), template, MAX_NEW, batch, told.append)
+    answered = answers(answer(asked, Decoder(target_model, target, end_ids), template, MAX_NEW, batch, told.append))
     reasons, turns, tokens = set(), 0, 0
     for before, after in zip(asked, answered, strict=True):
         assert (after.id, after.kind, after.users_only()) == (before.id, before.kind, before)
@@ -65,41 +71,40 @@ def test_every_turn_equals_transformers_generate_after_the_earlier_answers(
     assert max(sum(m.role == "assistant" for m in c.messages) for c in answered) == 3
 
 
-def test_the_earlier_answer_is_in_the_prompt_of_the_next_turn(target_model: TargetModel, target: Target, template: ChatTemplate) -> None:
-    """Another first answer leads to another second one."""
-    turns = (Message("user", "one?"), Message("assistant", "recorded"), Message("user", "two?"))
-    other = (turns[0], Message("assistant", "something else"), turns[2])
+def test_recorded_answers_are_replaced_and_do_not_matter(target_model: TargetModel, target: Target, template: ChatTemplate, talks: list[Conversation]) -> None:
     decoder = Decoder(target_model, target, ())
-    one, two = answer([Conversation("a", "k", turns), Conversation("b", "k", other)], decoder, template, MAX_NEW, 8, lambda _: None)
-    assert one.messages[:3] == turns
-    assert two.messages[:3] == other
-    assert one.messages[3].token_ids != two.messages[3].token_ids
-
-
-def test_recorded_answers_are_kept_and_not_asked_again(target_model: TargetModel, target: Target, template: ChatTemplate, talks: list[Conversation]) -> None:
-    told: list[int] = []
-    assert answer(talks, Decoder(target_model, target, ()), template, MAX_NEW, 4, told.append) == talks
-    assert told == []
+    alone = answer([t.users_only() for t in talks], decoder, template, MAX_NEW, 4, lambda _: None)
+    assert answer(talks, decoder, template, MAX_NEW, 4, lambda _: None) == alone
+    assert alone != talks
 
 
 def test_an_answer_missing_in_the_middle_goes_where_it_belongs(target_model: TargetModel, target: Target, template: ChatTemplate) -> None:
     messages = (Message("user", "one?"), Message("user", "two?"), Message("assistant", "recorded"), Message("user", "three?"))
-    found = answer([Conversation("a", "k", messages)], Decoder(target_model, target, ()), template, MAX_NEW, 4, lambda _: None)[0]
+    (found,) = answers(answer([Conversation("a", "k", messages)], Decoder(target_model, target, ()), template, MAX_NEW, 4, lambda _: None))
     assert [m.role for m in found.messages] == ["user", "assistant", "user", "assistant", "user", "assistant"]
-    assert found.messages[3] == messages[2]
     assert found.messages[1].token_ids == generate(target_model, template.ids(messages[:1], prompt=True), ())
 
 
-def test_answering_twice_is_answering_once(target_model: TargetModel, target: Target, template: ChatTemplate, asked: list[Conversation]) -> None:
-    """A recording may be continued: answered turns stay, the rest comes out the same."""
-    decoder = Decoder(target_model, target, template.end_ids)
-    once = answer(asked, decoder, template, MAX_NEW, 4, lambda _: None)
-    part = [replace(c, messages=c.messages[:2] + tuple(m for m in c.messages[2:] if m.role != "assistant")) for c in once]
-    assert answer(part, decoder, template, MAX_NEW, 3, lambda _: None) == once
+def test_recorded_tool_results_end_a_conversation_whose_call_cannot_be_read(target_model: TargetModel, target: Target, template: ChatTemplate) -> None:
+    call = ({"type": "function", "function": {"name": "f", "arguments": "{}"}},)
+    messages = (Message("user", "one?"), Message("assistant", "", tool_calls=call), Message("tool", "1"), Message("user", "two?"))
+    (found,) = answers(answer([Conversation("a", "k", messages)], Decoder(target_model, target, ()), template, MAX_NEW, 4, lambda _: None))
+    assert [m.role for m in found.messages] == ["user", "assistant"]
+
+
+def test_a_refused_conversation_does_not_stop_the_others(target_model: TargetModel, target: Target, template: ChatTemplate, asked: list[Conversation]) -> None:
+    """The first one has a system message, which this template refuses."""
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + str(tokenizer.chat_template)
+    kind = ChatTemplate(tokenizer, "changed")
+    refused, *others = answer(asked, Decoder(target_model, target, ()), kind, MAX_NEW, 4, lambda _: None)
+    assert isinstance(refused, TemplateError)
+    assert "no system role here" in str(refused)
+    assert others == answer(asked[1:], Decoder(target_model, target, ()), template, MAX_NEW, 4, lambda _: None)
 
 
 def test_what_was_recorded_is_what_is_learned(target_model: TargetModel, target: Target, template: ChatTemplate, asked: list[Conversation]) -> None:
     """Samples supervise exactly the recorded token ids, each after the prompt that it answered."""
-    for conversation in answer(asked, Decoder(target_model, target, template.end_ids), template, MAX_NEW, 4, lambda _: None):
+    for conversation in answers(answer(asked, Decoder(target_model, target, template.end_ids), template, MAX_NEW, 4, lambda _: None)):
         learned = [s.input_ids[s.loss_mask].tolist() for s in samples_of(conversation, template)]
         assert [i for ids in learned for i in ids] == [i for m in conversation.messages for i in m.token_ids or ()]

@@ -135,6 +135,7 @@ def test_a_final_norm_under_another_name(tmp_path: Path) -> None:
     writer.add_vocab_size(97)
     writer.add_tensor("token_embd.weight", model.state_dict()["model.embed_tokens.weight"].numpy())
     writer.add_tensor("token_embd_norm.weight", model.state_dict()["model.embedding_norm.weight"].numpy())
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(32, np.float32))
     finish(writer)
     target = Target.load(str(tmp_path / "m.gguf"))
     assert torch.equal(target.norm_H, model.state_dict()["model.embedding_norm.weight"])
