@@ -52,7 +52,7 @@ def said(messages: tuple[Message, ...], template: ChatTemplate, *roles: str, **s
 @pytest.mark.parametrize("roles", [("user",), ("system",), ("tool",), ("tool", "system"), ("user", "assistant"), tuple(SAID)])
 def test_chosen_roles_are_learned_with_their_end_marks_and_without_headers(template: ChatTemplate, roles: tuple[str, ...]) -> None:
     places = {role: iter(texts) for role, texts in SAID.items()}
-    assert said(TALK, template, *roles) == [text for text in (next(places[m.role]) for m in TALK if m.role in roles)]
+    assert said(TALK, template, *roles) == [next(places[m.role]) for m in TALK if m.role in roles]
     assert len(learned(TALK, template, *roles)) == 1
 
 
@@ -66,9 +66,7 @@ def test_the_assistant_alone_is_the_default_and_the_last_turn_is_the_last_of_the
 def test_a_question_without_an_end_mark_is_its_text_as_the_template_writes_it(template: ChatTemplate) -> None:
     kind = changed(template, INST)
     talk = (Message("system", "s"), Message("user", " a "), Message("assistant", "yes"), Message("user", "b"), Message("assistant", "no"))
-    assert learned(talk, kind, "user", "assistant") == [
-        [("[INST] <<s>> ", "a"), (" [/INST]", " yes" + END), ("[INST] ", "b"), (" [/INST]", " no" + END)]
-    ]
+    assert learned(talk, kind, "user", "assistant") == [[("[INST] <<s>> ", "a"), (" [/INST]", " yes" + END), ("[INST] ", "b"), (" [/INST]", " no" + END)]]
     with pytest.raises(TemplateError, match="with a system turn that the chat template does not set apart"):
         learned(talk, kind, "system")
 
@@ -80,9 +78,7 @@ def test_what_cannot_be_told_is_dropped_with_a_reason(template: ChatTemplate, ji
 
 
 def test_the_default_system_prompt_is_no_turn_of_the_user(template: ChatTemplate) -> None:
-    assert learned(TALK[1:2], changed(template, templates.DEFAULT_SYSTEM), "user") == [
-        [(f"<|im_start|>system\nBe kind.{END}\n<|im_start|>user\n", "a" + END)]
-    ]
+    assert learned(TALK[1:2], changed(template, templates.DEFAULT_SYSTEM), "user") == [[(f"<|im_start|>system\nBe kind.{END}\n<|im_start|>user\n", "a" + END)]]
 
 
 def test_conversations_without_such_turns_and_rendered_text_are_dropped_with_a_reason(template: ChatTemplate) -> None:
