@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -196,7 +198,16 @@ _own: list[tuple[Job, Path]] = []
 
 def _start(job: Job, folder: Path) -> None:
     tokenize_in_one_thread()  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _own.append((job, folder))
+
+
+def _end_with_parent() -> None:
+    """A killed call cannot end its pool, whose processes would wait for work forever, or write into files of the next call."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(chunk: Chunk) -> Figures:

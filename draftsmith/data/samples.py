@@ -232,8 +232,8 @@ class _Text:
 
         spans: list[tuple[int, int]] = []
         for n, turn in enumerate(self.turns):
-            if turn.given:
-                spans += [(near(a, end=False), near(b, end=True)) for a, b in turn.spans]
+            if turn.given:  # its first letters may share a token with the header's blank
+                spans += [(near(a, end=True), near(b, end=True)) for a, b in turn.spans]
                 continue
             start, last = before(len(turn.prompt)), n == len(self.turns) - 1
             if turn.ids is not None:

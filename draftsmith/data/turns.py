@@ -64,6 +64,8 @@ def _turns(conversation: Conversation, template: ChatTemplate, config: DataConfi
 
 def _written(messages: Sequence[Message], places: Sequence[int], template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> dict[int, Turn]:
     """The assistant turns at these places."""
+    if not places:
+        return {}
     rendered = [i for i in places if messages[i].token_ids is None]
     prompts = template.render([messages[:i] for i in places], True, tools)
     wholes, marks = template.render_marked([[*messages[:i], _spoken(messages[i], template)] for i in rendered], tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -29,13 +30,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "q", "answer": "a"},
     "math": {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": "a"},
     "math-qa": {"Problem": "p", "Rationale": "a", "options": "o", "correct": "c", "annotated_formula": "", "linear_formula": "", "category": "general"},
-    "camel-science": {"role_1": "Physicist_RoleType.ASSISTANT", "topic;": "Optics", "sub_topic": "Lenses", "message_1": "q", "message_2": "a"},
+    "camel-physics": {"role_1": "Physicist_RoleType.ASSISTANT", "topic;": "Optics", "sub_topic": "Lenses", "message_1": "q", "message_2": "a"},
     "nemotron-post-training": {
         "uuid": "n1", "license": "cc-by-4.0", "generator": "Qwen", "version": "1", "category": "chat", "reasoning": "off",
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
     },
     "nemotron-post-training-v1": {
-        "uuid": "n1", "category": "tool", "reasoning": "off", "metadata": {"tools": [TOOL]},
+        "uuid": "n1", "category": "tool", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
         "messages": [{"role": "user", "content": "q", "tool_calls": []}, {"role": "assistant", "content": "a", "tool_calls": []}],
     },
     "llama-nemotron": {"input": [{"role": "user", "content": "q"}], "output": "a", "category": "chat", "reasoning": "off", "system_prompt": "s"},
@@ -62,3 +63,15 @@ def test_a_row_in_its_real_schema(name: str) -> None:
 def test_a_row_of_another_set_is_refused(name: str) -> None:
     with pytest.raises(RowError):
         PRESETS[name].convert({"unrelated": "x"}, "line-1")
+
+
+@pytest.mark.parametrize("metadata", ["", None, "{}", json.dumps({"tools": None})])
+def test_nemotron_rows_without_tools(metadata: str | None) -> None:
+    _, item = PRESETS["nemotron-post-training-v1"].convert({**ROWS["nemotron-post-training-v1"], "metadata": metadata}, "line-1")
+    assert isinstance(item, Conversation)
+    assert item.tools == ()
+
+
+def test_nemotron_tools_that_cannot_be_read_are_not_left_out() -> None:
+    with pytest.raises(RowError, match="`metadata` must be a JSON object"):
+        PRESETS["nemotron-post-training-v1"].convert({**ROWS["nemotron-post-training-v1"], "metadata": "{tools"}, "line-1")

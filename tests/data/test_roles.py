@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import templates
+from families import FAMILIES, family
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -99,3 +100,16 @@ def test_ids_are_those_of_the_whole_rendering_whatever_is_learned(template: Chat
     (tokens,) = found
     assert tokens.ids.tolist() == template.ids(messages, prompt=False)[: len(tokens.ids)]
     assert [template.tokenizer.decode(tokens.ids[a:b].tolist()) for a, b in tokens.spans] == [m.content + END for m in messages]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_questions_of_every_family_within_the_ids_of_the_whole_rendering(name: str) -> None:
+    """Where a header and a question share a token, a server has that token, so nothing is tokenized by itself."""
+    kind = family(name)
+    messages = (Message("user", "One?"), Message("assistant", "One."), Message("user", " the second"))
+    (found,) = tokenize([Conversation("c", "k", messages)], kind, DataConfig(roles=("user",)))
+    assert not isinstance(found, TemplateError)
+    wholes = [kind.encode(text).tolist() for text in kind.render([messages[:1], messages], prompt=False)]
+    assert all(any(whole[: len(tokens.ids)] == tokens.ids.tolist() for whole in wholes) for tokens in found)
+    texts = [text.strip() for sample in parts(found, kind) for _, text in sample]
+    assert [text[: len(expected)] for text, expected in zip(texts, ("One?", "the second"), strict=True)] == ["One?", "the second"]
