@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import templates
-from families import FAMILIES, family
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from template_families import FAMILIES, family
 from templates import changed
 
 from draftsmith.data.config import DataConfig
