@@ -1,6 +1,6 @@
 """How many conversations a second become supervised tokens, against a plain loop over `apply_chat_template` and SpecForge's preprocessing?
 
-    /tmp/specforge/bin/python benchmarks/prepare_speed.py --tokenizer ~/.cache/draftsmith/smollm2-135m-instruct --json speed.json
+    .venv-specforge/bin/python benchmarks/prepare_speed.py --tokenizer ~/.cache/draftsmith/smollm2-135m-instruct --json speed.json
 
 Every side starts at the same JSONL file and ends with token ids and mask of every conversation; imports and loading the tokenizer are not counted.
 All run in turn in one process with one thread for everything (`--core` also pins it); the best CPU time and the best wall time of several repetitions
@@ -17,7 +17,7 @@ answers, which is about as long as UltraChat's; `short`: one exchange. One word 
 no message occurs twice and the number of different words grows as in real text. All have the same system prompt: SpecForge's `qwen` adds it otherwise.
 
 SpecForge wants an environment of its own, from one that has Draftsmith:
-python -m venv --system-site-packages /tmp/specforge && /tmp/specforge/bin/pip install --no-deps specforge datasets
+python -m venv --system-site-packages .venv-specforge && .venv-specforge/bin/pip install --no-deps specforge datasets
 Where it cannot be imported, the other sides are measured alone.
 """
 
