@@ -65,7 +65,7 @@ def inspect(chosen: TargetConfig) -> dict[str, Any]:
     found |= _sizes(shape, config, parts)
     found["captures"] = _captures(shape, parts, concerns)
     found["tokenizer"] = _tokenizer(chosen, shape, concerns)
-    return found | {"concerns": [*concerns, *_families_concerns(parts, config)]}
+    return found | {"concerns": [*concerns, *_families_concerns(parts, found)]}
 
 
 def _read(target: Target) -> dict[str, Any]:
@@ -147,8 +147,7 @@ def _captures(shape: TargetShape, parts: Anatomy, concerns: list[str]) -> dict[s
             rows[kind] = {"layers": list(spec.layers), "dtype": spec.dtype, "bytes_per_token": (each := bytes_needed(spec, shape.hidden_size, 1))}
             rows[kind]["gb_per_million_tokens"] = round(each / 1000, 3)
             with torch.device("meta"):
-                made: Any = draft(config, shape)  # type: ignore[call-arg]
-            rows[kind]["draft_parameters"] = sum(p.numel() for p in made.parameters())
+                rows[kind]["draft_parameters"] = sum(p.numel() for p in draft(config, shape).parameters())
         except ValueError as error:
             concerns.append(f"a recipe needs settings of its own for {kind}: {error}")
     return rows
@@ -199,27 +198,27 @@ def _abilities(template: ChatTemplate, concerns: list[str]) -> dict[str, bool]:
     return found
 
 
-def _families_concerns(parts: Anatomy, config: PreTrainedConfig) -> list[str]:
+def _families_concerns(parts: Anatomy, found: dict[str, Any]) -> list[str]:
     """What the class itself gives reason to mind."""
-    model = TargetModel(parts.model)
     concerns: list[str] = []
     if parts.rule.cap is not None or parts.rule.scale != 1 or parts.head_bias is not None:
         concerns.append(
             "logits are more than head @ last: Draftsmith trains and verifies under the whole rule, and an engine that leaves it out "
             + ("chooses other tokens" if parts.head_bias is not None else "chooses the same greedy tokens, but samples from another distribution")
         )
-    scale = _embedding_scale(model)
-    if scale is not None and scale != 1:
-        concerns.append(f"the body multiplies embeddings by {scale:.6g}: a draft is given the stored rows, as serving engines do")
-    if model.window is not None:
+    if found["embedding_scale"] not in (None, 1):
+        concerns.append(f"the body multiplies embeddings by {found['embedding_scale']:.6g}: a draft is given the stored rows, as serving engines do")
+    if found["window"] is not None:
         concerns.append(
-            f"sliding-window attention ({model.window:,} tokens back): where answers may reach beyond it, prompts are decoded one by one, which is slower"
+            f"sliding-window attention ({found['window']:,} tokens back): where answers may reach beyond it, prompts are decoded one by one, which is slower"
         )
-    if model.recurrent:
-        concerns.append("recurrent blocks: features can be captured and a draft trained, but quickstart, answers and eval cannot decode with this target yet")
-    if model.speaker is not parts.model:
+    if found["recurrent"]:
+        concerns.append(
+            "recurrent blocks: features can be captured and a draft trained, but quickstart, regenerate --local and eval cannot decode with this target yet"
+        )
+    if found["multimodal"]:
         concerns.append("a multi-modal model: its text part alone is run, so conversations with images or sound are not captured")
-    if getattr(config, "quantization_config", None) is not None:
+    if found["quantized"] is not None:
         concerns.append("the body is quantized: capture and eval run it through transformers, which may ask for the scheme's own library and a GPU")
     return concerns
 

@@ -153,7 +153,7 @@ class Run:
     def new_draft(self) -> Draft:
         """With seeded weights, before `initialise`."""
         torch.manual_seed(self.recipe.train.seed)
-        return DRAFTS[self.recipe.draft.kind](self.recipe.draft, self.target.shape).to(self.device)  # type: ignore[call-arg]
+        return DRAFTS[self.recipe.draft.kind](self.recipe.draft, self.target.shape).to(self.device)
 
     def capture(self) -> Capture:
         """The target, running. Checks the logit rule on a few tokens first."""

@@ -63,7 +63,7 @@ def row_id(row: Mapping[str, Any], default: str) -> str:
     return next((str(row[key]) for key in IDS if row.get(key) not in (None, "")), default)
 
 
-def talk(row: Mapping[str, Any], default: str, messages: list[Any]) -> tuple[str, Item]:
+def talk(row: Mapping[str, Any], default: str, messages: object) -> tuple[str, Item]:
     """A conversation of OpenAI messages, with id, kind and tools of its row."""
     name = row_id(row, default)
     kept = {key: row[key] for key in ("kind", "tools", "functions") if key in row}
@@ -79,7 +79,7 @@ def pair(row: Mapping[str, Any], default: str, asked: Any, answered: Any, system
 
 
 def _messages(row: Mapping[str, Any], default: str) -> tuple[str, Item]:
-    return talk(row, default, row.get("messages"))  # type: ignore[arg-type]
+    return talk(row, default, row.get("messages"))
 
 
 def _sharegpt(row: Mapping[str, Any], default: str) -> tuple[str, Item]:

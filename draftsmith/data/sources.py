@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from draftsmith.core.disk import sha256
 from draftsmith.data import bundled
@@ -127,7 +127,7 @@ def _file_rows(path: Path) -> Iterator[tuple[int, Raw]]:
 def _open(path: Path) -> Iterator[IO[bytes]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            yield file  # type: ignore[misc]
+            yield cast(IO[bytes], file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): it is truncated, no gzip file, or no UTF-8 text") from error
 

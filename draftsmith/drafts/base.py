@@ -68,6 +68,11 @@ class Draft(nn.Module, ABC):
     layers: tuple[int, ...]
     """Captured decoder blocks."""
 
+    def __init__(self, config: Any, shape: TargetShape) -> None:
+        """`config` is of `config_class`. Raises ValueError for settings that the target does not allow."""
+        super().__init__()
+        self.config, self.shape = config, shape
+
     @classmethod
     @abstractmethod
     def from_engine(cls, config: Mapping[str, Any]) -> Draft:

@@ -80,10 +80,9 @@ class Eagle3(Draft):
 
     def __init__(self, config: Eagle3Config, shape: TargetShape) -> None:
         """Raises ValueError for a draft vocabulary larger than the target's."""
-        super().__init__()
+        super().__init__(config, shape)
         if config.vocab_size > shape.vocab_size:
             raise ValueError(f"draft.vocab_size {config.vocab_size:,} is larger than the target's vocabulary of {shape.vocab_size:,}")
-        self.config, self.shape = config, shape
         self.layers = self.needs(config, shape).layers
         hidden, eps = shape.hidden_size, shape.norm_eps
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)

@@ -219,7 +219,7 @@ class TargetModel:
     ) -> States:
         """One pass. `layers`: blocks whose outputs to return; `mask_B1QT`: True where query may see key; the cache grows by Q.
 
-        Of blocks that hand on several streams (hyper-connections) the output is their mean, which is what vLLM gives a draft of DeepSeek-V4.
+        Of blocks that hand on several streams (hyper-connections) the output is their mean.
         Raises ValueError for a target that does not run on token ids alone, or does not run its head or a tapped block once a pass.
         """
         mask = None if mask_B1QT is None else self._understood(mask_B1QT)

@@ -183,12 +183,12 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def embedding_scale(body: nn.Module, embedding: nn.Module, first_block: nn.Module, inner: Sequence[nn.Module]) -> float | None:
+def embedding_scale(body: nn.Module, embedding: Any, first_block: nn.Module, inner: Sequence[nn.Module]) -> float | None:
     """What a body multiplies embeddings with before its first block, read from its `forward` on the meta device like the logit rule.
 
     `inner`: the body's children that compute nothing from embeddings alone (rotary positions, other blocks). None when it is not one factor.
     """
-    known = torch.linspace(0.5, 1.5, 2 * embedding.weight.shape[1]).view(1, 2, -1)  # type: ignore[union-attr]
+    known = torch.linspace(0.5, 1.5, 2 * embedding.weight.shape[1]).view(1, 2, -1)
     arrived: list[Any] = []
 
     def arrive(*given: Any, **named: Any) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from cases import close, gradients, random_draft, run
+from checkpoints import ruled, saved
 from reference import Reference, own_logits
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, MiniCPM3Config, PhiConfig, PreTrainedConfig
 
 from draftsmith.core.types import Features, FeatureSpec, Sample
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
@@ -19,31 +15,13 @@ from draftsmith.target.capture import Capture
 from draftsmith.target.model import TargetModel
 from draftsmith.target.weights import Target
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "max_position_embeddings": 64, "initializer_range": 0.25, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8, "dim_model_base": 8}
-FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gemma2 (cap)": lambda: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0),
-    "cohere (scale)": lambda: CohereConfig(**SIZES, logit_scale=0.25),
-    "granite (scale)": lambda: GraniteConfig(**SIZES, logits_scaling=4.0),
-    "minicpm3 (before the head)": lambda: MiniCPM3Config(**SIZES, **LATENT),
-    "phi (bias)": lambda: PhiConfig(**SIZES),
-}
+FAMILIES = ruled(2.0, vocab_size=61, max_position_embeddings=64, eos_token_id=1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Target]:
-    folder: Path = tmp_path_factory.mktemp("rules") / "target"
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(FAMILIES[request.param](), dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1:
-                p += 0.3 * torch.randn_like(p)
-    model.save_pretrained(folder)
-    return TargetModel.load(str(folder), torch.float32), Target.load(str(folder))
+    folder = str(saved(FAMILIES[request.param](), tmp_path_factory.mktemp("rules") / "target"))
+    return TargetModel.load(folder, torch.float32), Target.load(folder)
 
 
 def documents(real: tuple[TargetModel, Target], layers: tuple[int, ...]) -> list[Features]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from checkpoints import ruled, saved
 from chi_square import p_value
 from test_decode_sampled import LIMIT, PROMPT, ROWS, TOKENS, VOCABULARY, decoder, exact, tally
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, MiniCPM3Config, PhiConfig, PreTrainedConfig
 
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.eval.decode import Decoder
@@ -18,31 +14,14 @@ from draftsmith.target.families import LogitRule
 from draftsmith.target.model import TargetModel
 from draftsmith.target.weights import Target
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "max_position_embeddings": 128, "initializer_range": 0.25, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8, "dim_model_base": 8}
-FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gemma2 (cap)": lambda: Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=1.0),
-    "cohere (scale)": lambda: CohereConfig(**SIZES, logit_scale=0.25),
-    "minicpm3 (before the head)": lambda: MiniCPM3Config(**SIZES, **LATENT),
-    "phi (bias)": lambda: PhiConfig(**SIZES),
-}
+FAMILIES = ruled(1.0, vocab_size=VOCABULARY, max_position_embeddings=128, eos_token_id=None)
 Small = tuple[TargetModel, Target]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Small:
-    folder: Path = tmp_path_factory.mktemp("rules") / "target"
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(FAMILIES[request.param](), dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1:
-                p += 0.5 * torch.randn_like(p)
-    model.save_pretrained(folder)
-    return TargetModel.load(str(folder), torch.float32), Target.load(str(folder))
+    folder = str(saved(FAMILIES[request.param](), tmp_path_factory.mktemp("rules") / "target", seed=5, spread=0.5))
+    return TargetModel.load(folder, torch.float32), Target.load(folder)
 
 
 @pytest.fixture(scope="module")

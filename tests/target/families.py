@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 from transformers import (
-    AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
     Gemma2Config,
@@ -40,15 +37,3 @@ OTHER_RULES: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite": lambda: GraniteConfig(**SIZES, logits_scaling=4.0),
     "phi (head with a bias)": lambda: PhiConfig(**SIZES),
 }
-
-
-def saved(config: PreTrainedConfig, folder: Path, **how: object) -> Path:
-    """A checkpoint with seeded random weights, biases and norms included."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 1:
-                p += 0.3 * torch.randn_like(p)
-    model.save_pretrained(folder, **how)
-    return folder

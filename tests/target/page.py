@@ -31,8 +31,8 @@ By default each class runs in one layout; `pytest -m matrix` runs tied and untie
 """
 LEGEND = """Numbers in the column *logits* are the tiny model's: where a family has a scale, a cap or a multiplier in its configuration, the matrix sets it to
 a value that shows. Names are those that transformers writes; older and other published names are found as well. Of blocks that hand on several
-streams (hyper-connections, Gemma-3n) the captured output is their mean, which is what vLLM gives a draft of DeepSeek-V4. *decoding* says whether
-`answers` and `eval` can decode with the class: in batches, one prompt at a time, or not yet; features are captured and drafts trained in any case.
+streams (hyper-connections, Gemma-3n) the captured output is their mean. *decoding* says whether
+`regenerate --local` and `eval` can decode with the class: in batches, one prompt at a time, or not yet; features are captured and drafts trained in any case.
 """
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import SIZES, saved
+from checkpoints import saved
+from families import SIZES
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig
 from transformers.cache_utils import Cache

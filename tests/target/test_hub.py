@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.utils.hub
-from families import PLAIN, SIZES, saved
+from checkpoints import saved
+from families import PLAIN, SIZES
 from hub_server import Hub, running
 from huggingface_hub import close_session, constants
 from transformers import LlamaConfig

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import PLAIN, saved
+from checkpoints import saved
+from families import PLAIN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BertConfig, T5Config

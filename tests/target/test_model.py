@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import PLAIN, saved
+from checkpoints import saved
+from families import PLAIN
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration

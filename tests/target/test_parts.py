@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import saved
 from command_line import command
-from families import PLAIN, SIZES, saved
+from families import PLAIN, SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import PLAIN, SIZES, saved
+from checkpoints import saved
+from families import PLAIN, SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig

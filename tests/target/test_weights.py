@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import OTHER_RULES, PLAIN, SIZES, saved
+from checkpoints import saved
+from families import OTHER_RULES, PLAIN, SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig, T5Config
 

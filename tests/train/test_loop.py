@@ -175,7 +175,7 @@ class Scripted(Draft):
     """One weight; its held-out figures are read from a script by the number of evaluations so far."""
 
     def __init__(self, lengths: Sequence[float | None], losses: Sequence[float]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = nn.Parameter(torch.ones(1))
         self.script = list(zip(lengths, losses, strict=True))
         self.evaluations = 0
