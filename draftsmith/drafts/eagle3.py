@@ -8,12 +8,11 @@ keep the loss unbiased.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal,
 from draftsmith.drafts.base import Context, Draft, Layout, Sampling, draw
 from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
+from draftsmith.nn.chains import Chains, visited
 from draftsmith.nn.losses import linear_kl
 from draftsmith.nn.rope import Rope
 from draftsmith.nn.start import low_rank, own_place, ridge
@@ -55,18 +55,6 @@ class Eagle3Config(Config):
     """Uniform noise up to this many root mean squares, added to features in training (EAGLE, arXiv 2401.15077): works against overfitting."""
     intermediate_size: Positive | None = None
     """Width of the MLP; the target's when absent."""
-
-
-@dataclass(frozen=True)
-class _Chains:
-    """Chains of a batch, sorted by anchor: packed index of the anchor, how many steps have a supervised prediction, and the weight."""
-
-    anchor_C: Int[Tensor, " C"]
-    alive_C: Int[Tensor, " C"]
-    weight_C: Float[Tensor, " C"]
-
-    def keep(self, rows: Tensor) -> _Chains:
-        return _Chains(self.anchor_C[rows], self.alive_C[rows], self.weight_C[rows])
 
 
 class Eagle3(Draft):
@@ -165,22 +153,18 @@ class Eagle3(Draft):
     def forward(self, batch: FeatureBatch, target: Target, progress: Progress) -> StepOutput:
         steps = self.config.steps[-1][1] if progress.exact else at(self.config.steps, progress.fraction)
         chains = self._chains(batch, progress)
-        if not len(chains.anchor_C):
+        if not len(chains):
             nothing = Ratio(0.0 * self.fc.weight.sum(), torch.zeros(()))
             return StepOutput(nothing, {})
         states_MH, chain_M, step_M = self._unroll(batch, target, chains, steps, self._noise(batch, progress))
         return self._judge(batch, target, chains, states_MH, chain_M, step_M, steps, walk=progress.exact)
 
-    def _chains(self, batch: FeatureBatch, progress: Progress) -> _Chains:
-        """Chains with at least one supervised prediction, or a draw of them."""
-        run_N = _run_lengths(batch.loss_mask_N, batch.document_N)
-        given_N = torch.cat((run_N[1:] * (batch.document_N[1:] == batch.document_N[:-1]), run_N.new_zeros(1)))
-        anchor_C = (given_N >= 2).nonzero()[:, 0]
-        weight_C = torch.ones(len(anchor_C), device=anchor_C.device)
-        if self.config.chains is not None and not progress.exact and len(anchor_C):
-            count = at(self.config.chains, progress.fraction)
-            anchor_C, weight_C = _draw_per_document(anchor_C, batch.document_N[anchor_C], count, progress.seed)
-        return _Chains(anchor_C, given_N[anchor_C] - 1, weight_C)
+    def _chains(self, batch: FeatureBatch, progress: Progress) -> Chains:
+        """All chains, or a draw of them."""
+        chains = Chains.of(batch.loss_mask_N, batch.document_N)
+        if self.config.chains is None or progress.exact or not len(chains):
+            return chains
+        return chains.draw(batch.document_N, at(self.config.chains, progress.fraction), progress.seed)
 
     def _noise(self, batch: FeatureBatch, progress: Progress) -> Tensor | None:
         """Uniform noise on the features, in units of each layer's scale."""
@@ -190,7 +174,7 @@ class Eagle3(Draft):
         scale_F = self.feature_scale.repeat_interleave(self.shape.hidden_size)
         return (2 * uniform - 1) * (self.config.feature_noise * scale_F)
 
-    def _unroll(self, batch: FeatureBatch, target: Target, chains: _Chains, steps: int, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _unroll(self, batch: FeatureBatch, target: Target, chains: Chains, steps: int, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Recurrent states of every alive (chain, step), with their chain and step numbers."""
         following_N = batch.input_ids_N.roll(-1)
         fused_NH = self.fuse(batch.hidden_NF if noise is None else batch.hidden_NF + noise)
@@ -222,7 +206,7 @@ class Eagle3(Draft):
         return torch.cat(states), torch.cat(numbers), step_M
 
     def _judge(
-        self, batch: FeatureBatch, target: Target, chains: _Chains, states_MH: Tensor, chain_M: Tensor, step_M: Tensor, steps: int, walk: bool
+        self, batch: FeatureBatch, target: Target, chains: Chains, states_MH: Tensor, chain_M: Tensor, step_M: Tensor, steps: int, walk: bool
     ) -> StepOutput:
         """Loss and acceptance of all predictions. Where the target's choice lies outside the draft vocabulary there is no
         loss, and serving would reject: it counts as not accepted."""
@@ -244,7 +228,7 @@ class Eagle3(Draft):
         accepted_CK = right_CK.cumprod(dim=1)
         count_C = chains.weight_C
         if walk:
-            count_C = count_C * _visited(chains.anchor_C, accepted_CK.sum(1))
+            count_C = count_C * visited(chains.anchor_C, accepted_CK.sum(1))
         alive_CK = chains.alive_C[:, None] > torch.arange(steps, device=label_M.device)
         weight_CK = chains.weight_C[:, None] * alive_CK
         accepted = (accepted_CK * count_C[:, None]).sum(0)
@@ -356,40 +340,3 @@ class Eagle3(Draft):
 
     def load_plain_state(self, tensors: Mapping[str, Tensor]) -> None:
         self.load_state_dict(dict(tensors) | {"feature_scale": torch.ones_like(self.feature_scale)})
-
-
-def _run_lengths(mask_N: Bool[Tensor, " N"], document_N: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
-    """How many tokens from here on, within the document, the assistant wrote without a break."""
-    n = len(mask_N)
-    index_N = torch.arange(n, device=mask_N.device)
-    ends_N = torch.ones(n, dtype=torch.bool, device=mask_N.device)
-    ends_N[:-1] = document_N[1:] != document_N[:-1]
-    stop_N = torch.where(~mask_N, index_N, torch.where(ends_N, index_N + 1, n + 1))
-    stop_N = stop_N.flip(0).cummin(0).values.flip(0)
-    return (stop_N - index_N).clamp(min=0) * mask_N
-
-
-def _draw_per_document(anchor_C: Tensor, document_C: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most `count` anchors of each document, all equally likely, with weight (there are / drawn)."""
-    generator = torch.Generator().manual_seed(seed)
-    key_C = torch.rand(len(anchor_C), generator=generator, dtype=torch.float64).to(anchor_C.device)
-    order = torch.argsort(document_C + key_C)
-    total_G = torch.bincount(document_C)
-    rank_C = torch.arange(len(anchor_C), device=anchor_C.device) - (total_G.cumsum(0) - total_G)[document_C]
-    chosen = order[rank_C < count].sort().values
-    weight_G = total_G / total_G.clamp(max=count)
-    return anchor_C[chosen], weight_G[document_C[chosen]].float()
-
-
-def _visited(anchor_C: Tensor, accepted_C: Tensor) -> Tensor:
-    """Which chains decoding would start: after a step it goes on behind the accepted tokens and the bonus token."""
-    visited, free = torch.zeros(len(anchor_C)), -1
-    for i, (anchor, accepted) in enumerate(zip(_integers(anchor_C), _integers(accepted_C), strict=True)):
-        if anchor >= free:
-            visited[i] = 1
-            free = anchor + accepted + 1
-    return visited.to(anchor_C.device)
-
-
-def _integers(values: Tensor) -> Sequence[int]:
-    return values.tolist()
