@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 GAP = 0.05
@@ -61,7 +62,7 @@ def agreement(figures: Sequence[Figure]) -> dict[str, Any]:
     differences: list[str] = []
     findings: list[str] = []
     gaps: list[dict[str, Any]] = []
-    for a, b in zip(figures, figures[1:], strict=False):
+    for a, b in pairwise(figures):
         differences += _differences(a, b)
         lengths = _comparable(a, b)
         if lengths is None:

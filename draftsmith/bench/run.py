@@ -57,6 +57,12 @@ class BenchSettings:
         return AnswerSettings(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, token_ids="off")
 
 
+def levels(concurrency: Sequence[int] | None, rates: Sequence[float] | None) -> tuple[Level, ...]:
+    """Levels in the order given, concurrency first; one request at a time when nothing is given. Raises ValueError."""
+    chosen = list(concurrency or ([] if rates else [1]))
+    return tuple(dict.fromkeys([*(Level(concurrency=n) for n in chosen), *(Level(rate=r) for r in rates or ())]))
+
+
 @dataclass
 class Side:
     """One server."""

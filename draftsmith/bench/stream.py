@@ -10,12 +10,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.bench.counters import Speculation, of_reply
 from draftsmith.data.conversations import REASONING, Conversation
 
-LATE_STATUS = {401: "set DRAFTSMITH_API_KEY to the server's key", 403: "set DRAFTSMITH_API_KEY to the server's key", 404: "is the address right?"}
 PROBE_SECONDS = 5.0
 
 
@@ -59,20 +59,19 @@ class Answer:
     def token_gaps(self) -> list[tuple[float, int]]:
         """(seconds, tokens): the latency of each token behind the first arrival, and how many tokens had it.
 
-        An arrival of n tokens after a gap of g seconds counts as n tokens of g / n. Where the server does not count as it goes, all tokens but the first have the
-        request's mean. Either way they add up to the time from the first arrival to the last.
+        An arrival of n tokens after a gap of g seconds counts as n tokens of g / n. Where the server does not count as it goes, all tokens but the first
+        have the request's mean. Either way they add up to the time from the first arrival to the last.
         """
         assert self.tokens is not None
         counts = [a.counted for a in self.arrivals]
         if None not in counts and counts[-1] == self.tokens:
-            steps = zip(self.arrivals[1:], self.arrivals[:-1], strict=True)
-            return [((b.at - a.at) / n, n) for b, a in steps if (n := (b.counted or 0) - (a.counted or 0)) > 0]
+            return [((b.at - a.at) / n, n) for a, b in pairwise(self.arrivals) if (n := (b.counted or 0) - (a.counted or 0)) > 0]
         behind = self.tokens - 1
         return [((self.arrivals[-1].at - self.arrivals[0].at) / behind, behind)] if behind > 0 else []
 
     def pauses(self) -> list[float]:
         """Seconds between arrivals: what a reader sees."""
-        return [b.at - a.at for b, a in zip(self.arrivals[1:], self.arrivals[:-1], strict=True)]
+        return [b.at - a.at for a, b in pairwise(self.arrivals)]
 
 
 class _Reading:
