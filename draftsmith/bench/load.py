@@ -15,6 +15,8 @@ from draftsmith.data.conversations import Conversation
 Ask = Callable[[Conversation, float, float], Coroutine[Any, Any, Answer]]
 """A prompt, the start of the level and the second after it at which the prompt is due, to its answer."""
 
+LAG_PAUSE = 0.02
+
 
 @dataclass(frozen=True)
 class Level:
@@ -42,6 +44,14 @@ def arrival_times(rate: float, count: int, seed: int) -> list[float]:
     while len(times) < count:
         times.append(times[-1] + draw.expovariate(rate))
     return times[:count]
+
+
+async def watch_lag(lags: list[float]) -> None:
+    """Append, until cancelled, the seconds by which this process comes late to what it wanted to do: its own share of every latency measured."""
+    while True:
+        wanted = time.perf_counter() + LAG_PAUSE
+        await asyncio.sleep(LAG_PAUSE)
+        lags.append(max(0.0, time.perf_counter() - wanted))
 
 
 async def drive(level: Level, prompts: Sequence[Conversation], ask: Ask, client: Client, seed: int, keep: Callable[[Answer], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.bench.agreement import SERVED, Figure, agreement, of_report
 from draftsmith.bench.counters import LLAMA, SGLANG, VLLM, Speculation
-from draftsmith.bench.figures import compare, row, summary
+from draftsmith.bench.figures import compare, row, spread, summary
 from draftsmith.bench.run import BASELINE, SPECULATIVE, BenchSettings, Measured, Results, Side
 from draftsmith.core.log import say, table, warn
 from draftsmith.data.conversations import Conversation
@@ -20,6 +20,10 @@ FLAGS = {
     VLLM: "start it with --speculative-config", SGLANG: "start it with --speculative-algorithm",
     LLAMA: "start it with a draft (--model-draft), and with --metrics for its counters",
 }  # fmt: skip
+
+LAG_MS = 10.0
+"""Above it, the client's own lateness is told."""
+LATENCIES = {"time_to_first_token_ms": "first token", "inter_token_latency_ms": "between tokens", "pause_ms": "between arrivals"}
 
 
 def acceptance_of(measured: Measured) -> tuple[Speculation | None, list[str]]:
@@ -97,7 +101,10 @@ def _level(measured: Sequence[Measured], settings: BenchSettings) -> dict[str, A
         if m.side == BASELINE:
             remarks = [r for r in remarks if not r.startswith("no speculation")]
             remarks += ["the baseline speculates too: are both addresses right?"] if counts is not None else []
-        found[m.side] = summary(m.answers, m.planned) | {"acceptance": counts and counts.as_dict(), "remarks": remarks}
+        lag = spread(m.lags)
+        if lag is not None and lag["p90"] > LAG_MS:
+            remarks.append(f"this machine was busy: one in ten events was handled {lag['p90']:.0f} ms late or more, and latencies include that")
+        found[m.side] = summary(m.answers, m.planned) | {"client_lag_ms": lag, "acceptance": counts and counts.as_dict(), "remarks": remarks}
     sides = {m.side: m.answers for m in measured}
     if len(sides) == 2:
         found["comparison"] = compare(sides[SPECULATIVE], sides[BASELINE], settings.temperature, settings.seed)
@@ -126,8 +133,11 @@ def _agreement(found: Mapping[str, Any], compared: Mapping[str, Any], settings: 
 def show(found: Mapping[str, Any]) -> None:
     """Print tables: load, comparison, acceptance, the three numbers, and what is to be said."""
     about = f"{found['prompts']['number']} prompts of {found['prompts']['source']}, at most {found['settings']['max_tokens']} tokens"
-    rows = [_cells(level, side) for level in found["levels"] for side in (BASELINE, SPECULATIVE) if side in level]
-    table(f"{about}; milliseconds as p50 / p90 / p99", ["server", "answered", "tokens/s", "each", "first token", "between tokens", "accept. length"], rows)
+    sides = [(f"{level['level']}, {side}", level[side]) for level in found["levels"] for side in (BASELINE, SPECULATIVE) if side in level]
+    table(about, ["", "answered", "tokens/s", "of a request", "acceptance length"], [_rates_of(name, f) for name, f in sides])
+    rows = [[name, *(_three(f[what]) for what in LATENCIES)] for name, f in sides if f["answered"]]
+    if rows:
+        table("Milliseconds: median / 90 % / 99 %", ["", *LATENCIES.values()], rows)
     rows = [_compared(level) for level in found["levels"] if level.get("comparison")]
     if rows:
         table("With speculation against without", ["level", "prompts", "speedup", "95 % interval", "all tokens/s", "equal outputs"], rows)
@@ -141,15 +151,10 @@ def show(found: Mapping[str, Any]) -> None:
                 warn(f"{side}, {level['level']}: {remark}")
 
 
-def _cells(level: Mapping[str, Any], side: str) -> list[str]:
-    f = level[side]
-    name = f"{side}, {level['level']}"
-    answered = f"{f['answered']}/{f['requests']}"
-    if not f["answered"]:
-        return [name, answered, "", "", "", "", ""]
+def _rates_of(name: str, f: Mapping[str, Any]) -> list[str]:
     length = f"{f['acceptance']['acceptance_length']:.2f}" if f["acceptance"] else ""
-    each = f"{f['tokens_per_second_per_request']['p50']:.1f}"
-    return [name, answered, f"{f['tokens_per_second']:.1f}", each, _three(f["time_to_first_token_ms"]), _three(f["inter_token_latency_ms"]), length]
+    rates = [f"{f['tokens_per_second']:.1f}", f"{f['tokens_per_second_per_request']['p50']:.1f}"] if f["answered"] else ["", ""]
+    return [name, f"{f['answered']}/{f['requests']}", *rates, length]
 
 
 def _three(spread: Mapping[str, float] | None) -> str:

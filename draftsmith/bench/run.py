@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.bench.counters import SGLANG, Reading, look
-from draftsmith.bench.load import Level, drive
+from draftsmith.bench.load import Level, drive, watch_lag
 from draftsmith.bench.stream import Answer, Client
 from draftsmith.core.log import Advance, progress, warn
 from draftsmith.data.chat import AnswerSettings, request
@@ -89,6 +89,8 @@ class Measured:
     answers: list[Answer] = field(default_factory=list)
     before: Reading = field(default_factory=Reading)
     after: Reading = field(default_factory=Reading)
+    lags: list[float] = field(default_factory=list)
+    """Seconds by which this process was late, sampled all along: part of every latency."""
 
 
 @dataclass
@@ -108,7 +110,7 @@ def measure(prompts: Sequence[Conversation], warm_up: Sequence[Conversation], se
     results = Results()
     requests = len(prompts) * len(settings.levels) * (2 if settings.baseline else 1)
     try:
-        with progress("bench", requests, "requests") as advance:
+        with progress("bench", requests, "answers") as advance:
             asyncio.run(_measure(prompts, warm_up, settings, results, advance))
     except KeyboardInterrupt:
         if not results.measured:
@@ -176,7 +178,11 @@ async def _run_level(
     async def ask(prompt: Conversation, start: float, due: float) -> Answer:
         return await side.client.ask(prompt, side.body(prompt, settings.answers), start, due)
 
-    await drive(level, prompts, ask, side.client, settings.seed, keep)
+    watch = asyncio.create_task(watch_lag(measured.lags))
+    try:
+        await drive(level, prompts, ask, side.client, settings.seed, keep)
+    finally:
+        watch.cancel()
     measured.after = Reading() if side.client.gone else await _settled(side)
 
 
