@@ -8,6 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
+from draftsmith.bench import figures
 from draftsmith.bench.figures import bootstrap, compare, row, spread, summary
 from draftsmith.bench.stream import Answer, Arrival
 
@@ -77,8 +78,9 @@ def test_the_interval_is_a_bootstrap_over_prompts_in_pairs() -> None:
     assert bootstrap(numbers, 0) == (low, high)
 
 
-def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+def test_intervals_cover_the_truth_about_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts drawn 200 times from one population whose speedup is 2: about 95 % of the intervals hold it."""
+    monkeypatch.setattr(figures, "RESAMPLES", 400)
     draw = np.random.default_rng(11)
     hits = 0
     for trial in range(200):
