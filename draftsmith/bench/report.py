@@ -76,7 +76,7 @@ def build(
         },
         "prompts": {
             "source": source, "number": len(prompts), "by_kind": dict(Counter(p.kind for p in prompts)),
-            "digest": hashlib.sha256("\n".join(f"{p.id}" for p in prompts).encode()).hexdigest()[:16],
+            "digest": hashlib.sha256("\n".join(p.id for p in prompts).encode()).hexdigest()[:16],
         },
         "servers": {side.name: _server(side) for side in results.sides}, "levels": [level for level in levels if level],
         "acceptance": _overall(results), "agreement": None,
