@@ -74,7 +74,13 @@ def agreement(figures: Sequence[Figure]) -> dict[str, Any]:
         if abs(gap) > GAP:
             findings.append(f"{b.name} {after:.2f}, {a.name} {before:.2f}: {gap:+.1%}{_where(a, b)}")
     return {
-        "figures": [{"name": f.name, "acceptance_length": f.length, "position_rates": f.position_rates, "draft_tokens": f.draft_tokens} for f in figures],
+        "figures": [
+            {
+                "name": f.name, "acceptance_length": f.length, "draft_tokens": f.draft_tokens,
+                "position_rates": None if f.position_rates is None else list(f.position_rates),
+            }
+            for f in figures
+        ],
         "gaps": gaps, "differences": differences, "findings": findings, "check_first": list(CHECKS) if findings else [],
     }  # fmt: skip
 
