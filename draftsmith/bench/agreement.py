@@ -50,7 +50,8 @@ def of_report(report: Mapping[str, Any]) -> list[Figure]:
         raise ValueError(f"no report of `draftsmith eval`: it has no {error}; expected acceptance_length, draft_tokens and acceptance.position_rates") from None
     decoded = Figure(DECODED, length, rates, width, report.get("prompts"), report.get("temperature"), _kinds(report))
     simulated = report.get("simulated_acceptance_length")
-    return [Figure(SIMULATED, float(simulated), None, width), decoded] if simulated is not None else [decoded]
+    # Training simulates as many drafted tokens as it has steps, which a report does not tell.
+    return [Figure(SIMULATED, float(simulated)), decoded] if simulated is not None else [decoded]
 
 
 def agreement(figures: Sequence[Figure]) -> dict[str, Any]:
@@ -99,8 +100,9 @@ def _differences(a: Figure, b: Figure) -> list[str]:
     both = f"{a.name} and {b.name}"
     if None not in (a.draft_tokens, b.draft_tokens) and a.draft_tokens != b.draft_tokens:
         said.append(f"{both}: {a.draft_tokens} and {b.draft_tokens} drafted tokens; compared over the first {min(a.draft_tokens or 0, b.draft_tokens or 0)}")
-    if b.draft_tokens is None and a.draft_tokens is not None:
-        said.append(f"{b.name}: the engine does not say how many tokens it drafts; {a.name} is for {a.draft_tokens}")
+    elif a.draft_tokens != b.draft_tokens:
+        untold, told = (a, b) if a.draft_tokens is None else (b, a)
+        said.append(f"{both}: the number of drafted tokens is known for {told.name} ({told.draft_tokens}) and not for {untold.name}")
     if None not in (a.prompts, b.prompts) and a.prompts != b.prompts:
         said.append(f"{both}: {a.prompts} and {b.prompts} prompts, so not the same ones")
     elif a.kinds is not None and b.kinds is not None and a.kinds != b.kinds:

@@ -98,7 +98,10 @@ class _Reading:
             if data == b"[DONE]":
                 self.done = True
                 continue
-            text, count = self._chunk(data)
+            try:
+                text, count = self._chunk(data)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON of another shape
+                raise ValueError(f"a stream that cannot be read: {error!r}") from error
             texts += text
             counted = count if count is not None else counted
         before = self.arrivals[-1].counted if self.arrivals else 0
@@ -122,7 +125,7 @@ class _Reading:
             return "", None
         self.finish = choices[0].get("finish_reason") or self.finish
         counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-        return _text(choices[0].get("delta") or {}), counted
+        return _text(choices[0].get("delta") or {}), counted if isinstance(counted, int) else None
 
 
 class Client:
