@@ -57,7 +57,6 @@ class Truth:
     most: int = 0
     requests: list[tuple[str, int, list[int], int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
 
 
 class Engine:
@@ -211,7 +210,6 @@ def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with engine.lock:
                 engine.truth.bodies.append(body)
-                engine.truth.times.append(time.perf_counter())
                 engine.truth.running += 1
                 engine.truth.most = max(engine.truth.most, engine.truth.running)
                 number = len(engine.truth.bodies)

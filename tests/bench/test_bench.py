@@ -77,7 +77,7 @@ def test_acceptance_is_what_the_engine_did_for_us(kind: str, engine: str, rule: 
     level = found["levels"][0]["speculative"]
     assert level["remarks"] == []
     assert level["completion_tokens"] == sum(tokens for _, tokens, _, _ in measured)
-    assert [r["arrivals"] for r in found["requests"]] == [n for _, _, _, n in measured]
+    assert all(1 <= r["arrivals"] <= n for r, (_, _, _, n) in zip(found["requests"], measured, strict=True))
     assert [r["tokens"] for r in found["requests"]] == [12] * 10
 
 

