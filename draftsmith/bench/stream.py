@@ -174,6 +174,8 @@ class Client:
             if self.gone is None:
                 try:
                     await self.http.get(f"{self.url}/models", timeout=PROBE_SECONDS)
+                except httpx2.TimeoutException:
+                    return  # busy, not gone
                 except httpx2.RequestError as fault:
                     self.gone = f"{self.url} no longer answers ({type(fault).__name__})"
 
