@@ -221,9 +221,14 @@ def bench(
     from draftsmith.bench import command
     from draftsmith.bench.run import BenchSettings, levels
     from draftsmith.core.env import api_key
-    from draftsmith.pipeline import asked_of
+    from draftsmith.core.log import say
 
-    asked = None if prompts == "held-out" else asked_of(prompts)[0]
+    asked = None
+    if prompts != "held-out":
+        from draftsmith.pipeline import asked_of
+
+        asked, rows = asked_of(prompts)
+        say(f"{prompts}: {rows.describe()}")
     settings = BenchSettings(
         url, levels(concurrency, rate), baseline, model, baseline_model, max_tokens, temperature, warm_up, seed, timeout, api_key()
     )  # fmt: skip

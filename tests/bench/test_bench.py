@@ -20,7 +20,7 @@ from draftsmith.bench.counters import LLAMA, RULES, SGLANG, VLLM
 from draftsmith.bench.load import Level
 from draftsmith.bench.run import BenchSettings, split, up_to_last_answer
 from draftsmith.data import bundled
-from draftsmith.data.conversations import Conversation, Message
+from draftsmith.data.conversations import Conversation, Message, dumps
 
 ONE = (Level(concurrency=1),)
 
@@ -282,6 +282,11 @@ def test_the_command(tmp_path: Path) -> None:
         assert code == 0, text
         assert "6 prompts of the bundled held-out set, at most 8 tokens" in text
         assert json.loads(out.read_text())["levels"][0]["speculative"]["completion_tokens"] == 48
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text(dumps(talks(3)) + '{"messages": 7}\n')
+        code, text = command(["bench", "--url", server.url, "--prompts", prompts, "--out", out], tmp_path / "p.txt")
+        assert (code, "prompts.jsonl: read 4" in text) == (0, True), text
+        assert json.loads(out.read_text())["prompts"]["by_kind"] == {"even": 2, "odd": 1}
         bad = [
             (["--report", tmp_path / "no.json"], "no such file"),
             (["--report", out], "no report of `draftsmith eval`"),
