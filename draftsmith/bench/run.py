@@ -76,7 +76,7 @@ class Side:
 
     def body(self, prompt: Conversation, settings: AnswerSettings) -> dict[str, Any]:
         """A request."""
-        return request(self.model, prompt, 0, settings) | self.extras | PER_REQUEST.get(self.engine or "", {})
+        return {**request(self.model, prompt, 0, settings), **self.extras, **PER_REQUEST.get(self.engine or "", {})}
 
 
 @dataclass
