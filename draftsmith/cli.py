@@ -17,7 +17,7 @@ app = typer.Typer(
     help="Train, check and ship draft models for speculative decoding.\n\n"
     "Start with `draftsmith quickstart`; look at a target with `draftsmith inspect`. "
     "The same stages one by one, with a recipe: `prepare`, `capture`, `train`, `eval`, `export`.\n\n"
-    "`draftsmith regenerate` records a target's own answers to any conversations.",
+    "`draftsmith regenerate` records a target's own answers to any conversations; `draftsmith bench` measures a running server.",
 )  # fmt: skip
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe, for example recipes/smollm2-eagle3.yaml", show_default=False)]
@@ -193,6 +193,46 @@ def export(
     from draftsmith import pipeline
 
     pipeline.export_run(_run(recipe, overrides), to)
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(help="Address of the server to measure, as http://host:8000.", show_default=False)],
+    baseline: Annotated[str | None, typer.Option(help="The same target served without speculation, to compare with.", show_default=False)] = None,
+    prompts: Annotated[str, typer.Option(help="File, hub data set or public set; `held-out` are the bundled held-out prompts.")] = "held-out",
+    number: Annotated[int | None, typer.Option(min=1, help="This many prompts, evenly spread; all when absent.", show_default=False)] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at a time; repeat it for several levels. 1 when absent.")] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests a second, at random times; repeat it for several levels.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, and outputs are compared.")] = 0.0,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests to each server that do not count.")] = 4,
+    model: Annotated[str | None, typer.Option(help="Name that the server serves; found out when absent.")] = None,
+    baseline_model: Annotated[str | None, typer.Option(help="The same of the baseline.")] = None,
+    seed: Annotated[int, typer.Option(help="For times of arrival, sampling and confidence intervals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a server may be silent.")] = 120.0,
+    report: Annotated[Path | None, typer.Option(help="report.json of a run: three acceptance lengths side by side.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write everything as JSON.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures: one file, no network.", show_default=False)] = None,
+) -> None:
+    """Measure a running server: latencies, tokens/s, errors, and acceptance by its own counters (vLLM, SGLang, llama-server).
+
+    Example: draftsmith bench --url http://a:8000 --baseline http://b:8000 --concurrency 1 --concurrency 8 --report runs/quickstart/report.json
+    """
+    from draftsmith.bench import command
+    from draftsmith.bench.run import BenchSettings, levels
+    from draftsmith.core.env import api_key
+    from draftsmith.core.log import say
+
+    asked = None
+    if prompts != "held-out":
+        from draftsmith.pipeline import asked_of
+
+        asked, rows = asked_of(prompts)
+        say(f"{prompts}: {rows.describe()}")
+    settings = BenchSettings(
+        url, levels(concurrency, rate), baseline, model, baseline_model, max_tokens, temperature, warm_up, seed, timeout, api_key()
+    )  # fmt: skip
+    command.bench(asked, prompts, number, settings, command.Outputs(report, out, html))
 
 
 def main() -> None:

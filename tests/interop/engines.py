@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from draftsmith.core.env import engines_dir
@@ -26,11 +27,12 @@ def environment() -> Path:
 class Vllm:
     """A vLLM server of SmolLM2 in float32 on a CPU, which can be killed and started again on its port."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, more: Mapping[str, object] | None = None) -> None:
+        """`more`: further arguments of its command line, with their values."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        self.url, self.log, self.more = f"http://127.0.0.1:{self.port}", log, dict(more or {})
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -38,6 +40,7 @@ class Vllm:
         arguments = {
             "--model": smollm2.directory(), "--served-model-name": "smollm2", "--dtype": "float32", "--max-model-len": 2048, "--host": "127.0.0.1",
             "--port": self.port, "--tool-call-parser": "hermes",
+            **self.more,
         }  # fmt: skip
         command = [environment() / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--enable-auto-tool-choice"]
         command += [part for pair in arguments.items() for part in pair]
