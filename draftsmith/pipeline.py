@@ -276,7 +276,7 @@ def train(run: Run) -> checkpoint.TrainState:
     parameters = sum(p.numel() for p in draft.parameters())
     compute = dtype_of(recipe.train.dtype, run.device)
     say(f"{recipe.draft.kind} with {parameters / 1e6:.1f}M trained parameters, {len(learning):,} samples, computing in {compute}")
-    return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, about).fit()
+    return Trainer(run.folder, draft, run.target, learning, held_out, recipe.train, about, recipe.eval.width).fit()
 
 
 def facts(run: Run, learning: Source) -> dict[str, Any]:
@@ -315,6 +315,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
     report |= {
         "step": step,
         "simulated_acceptance_length": round(state.best_acceptance_length, 4),
+        "simulated_draft_tokens": state.drafted,
         "target": run.recipe.target.where,
         "draft": run.recipe.draft.kind,
     }

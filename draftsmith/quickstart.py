@@ -142,7 +142,7 @@ def _plan_steps(run: Run, budget: float) -> Run:
     draft = run.new_draft()
     some = learning.batch(spread(range(len(learning)), TRIAL_SAMPLES)).to(run.device)
     draft.initialise(run.target, torch.bincount(some.input_ids_N, minlength=run.target.shape.vocab_size), some)
-    trainer = Trainer(run.folder, draft, run.target, learning, held_out, run.recipe.train, {})
+    trainer = Trainer(run.folder, draft, run.target, learning, held_out, run.recipe.train, {}, run.recipe.eval.width)
     update, validated = trainer.trial([(i + 0.5) / TRIAL_UPDATES for i in range(TRIAL_UPDATES)])
     budget -= time.perf_counter() - began
     chosen = fit_steps(update, validated, budget, sum(held_out.lengths))

@@ -50,8 +50,9 @@ def of_report(report: Mapping[str, Any]) -> list[Figure]:
         raise ValueError(f"no report of `draftsmith eval`: it has no {error}; expected acceptance_length, draft_tokens and acceptance.position_rates") from None
     decoded = Figure(DECODED, length, rates, width, report.get("prompts"), report.get("temperature"), _kinds(report))
     simulated = report.get("simulated_acceptance_length")
-    # Training simulates as many drafted tokens as it has steps, which a report does not tell.
-    return [Figure(SIMULATED, float(simulated)), decoded] if simulated is not None else [decoded]
+    if simulated is None:
+        return [decoded]
+    return [Figure(SIMULATED, float(simulated), draft_tokens=report.get("simulated_draft_tokens")), decoded]
 
 
 def agreement(figures: Sequence[Figure]) -> dict[str, Any]:

@@ -142,11 +142,13 @@ class Ratio:
 @dataclass(frozen=True)
 class Progress:
     """Where training stands: schedules read `fraction` in [0, 1); random choices of a step derive from `seed` alone,
-    so that a resumed run repeats them without carrying generator states. `exact` switches off sampling (evaluation)."""
+    so that a resumed run repeats them without carrying generator states. `exact` switches off sampling (evaluation), with `drafted` tokens a step,
+    by default as many as training has."""
 
     fraction: float = 0.0
     seed: int = 0
     exact: bool = False
+    drafted: int | None = None
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Eagle3(Draft):
     # ---- training ----
 
     def forward(self, batch: FeatureBatch, target: Target, progress: Progress) -> StepOutput:
-        steps = self.config.steps[-1][1] if progress.exact else at(self.config.steps, progress.fraction)
+        steps = progress.drafted or self.config.steps[-1][1] if progress.exact else at(self.config.steps, progress.fraction)
         chains = self._chains(batch, progress)
         if not len(chains):
             nothing = Ratio(0.0 * self.fc.weight.sum(), torch.zeros(()))

@@ -35,6 +35,8 @@ class TrainState:
     micro: int = 0
     best_step: int = -1
     best_acceptance_length: float = 0.0
+    drafted: int | None = None
+    """Drafted tokens that it was simulated with; as many as training when None."""
 
 
 def folder(run: Path, step: int) -> Path:

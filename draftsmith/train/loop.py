@@ -67,6 +67,8 @@ class Trainer:
     held_out: Source
     config: TrainConfig
     facts: Mapping[str, Any]
+    drafted: int | None = None
+    """Tokens a step in evaluations: as many as the draft will be judged by in decoding; as many as in training when None."""
 
     def fit(self) -> checkpoint.TrainState:
         """Train to the end, from the last checkpoint if there is one.
@@ -121,7 +123,7 @@ class Trainer:
             batch = next(stream).to(self.device)
             asked = time.perf_counter()
             with torch.no_grad(), self._autocast():
-                self.draft(batch, self.target, Progress(1.0, exact=True))
+                self.draft(batch, self.target, self._exact)
             return (updated - began) / len(fractions), len(batch.input_ids_N) / (time.perf_counter() - asked)
 
     def evaluate(self) -> dict[str, Ratio]:
@@ -130,7 +132,7 @@ class Trainer:
         total: dict[str, Ratio] = {}
         with torch.no_grad(), self._autocast(), closing(self.held_out.in_order(self.config.batch_tokens)) as batches:
             for batch in batches:
-                _add(total, self.draft(batch.to(self.device), self.target, Progress(1.0, exact=True)))
+                _add(total, self.draft(batch.to(self.device), self.target, self._exact))
         self.draft.train()
         return total
 
@@ -154,11 +156,15 @@ class Trainer:
         tracker.log(state.step, metrics, {}, kind="held-out")
         length = metrics.get("acceptance_length") or 0.0
         if length > state.best_acceptance_length:
-            state.best_step, state.best_acceptance_length = state.step, length
+            state.best_step, state.best_acceptance_length, state.drafted = state.step, length, self.drafted
         say(
             f"step {state.step:,}: simulated acceptance length on held-out features {length:.3f} "
             f"(best {state.best_acceptance_length:.3f} at step {state.best_step:,})"
         )
+
+    @property
+    def _exact(self) -> Progress:
+        return Progress(1.0, exact=True, drafted=self.drafted)
 
     def _resume(self) -> checkpoint.TrainState:
         found = checkpoint.steps(self.run)

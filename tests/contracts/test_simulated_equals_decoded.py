@@ -179,10 +179,12 @@ def test_packed_samples_and_batched_prompts_have_the_same_figures(world: World, 
     assert figures.length == 1 + sum(accepted) / passes
 
 
-def test_the_trainers_evaluation_is_the_decoded_acceptance_length(world: World, weights: dict[str, Tensor], tmp_path: Path) -> None:
-    draft, width = draft_of(world, weights, 4), 4
+@pytest.mark.parametrize(("steps", "width"), [(4, 4), (7, 4), (2, 4)])
+def test_the_trainers_evaluation_is_the_decoded_acceptance_length(world: World, weights: dict[str, Tensor], tmp_path: Path, steps: int, width: int) -> None:
+    """Simulated with as many drafted tokens as decoding has, whatever training unrolls."""
+    draft = draft_of(world, weights, steps)
     source = LiveSource(world.capture, [w.sample for w in world.written])
-    trainer = Trainer(tmp_path, draft, world.target, source, source, TrainConfig(dtype="float32", batch_tokens=150), {})
+    trainer = Trainer(tmp_path, draft, world.target, source, source, TrainConfig(dtype="float32", batch_tokens=150), {}, width)
     trainer.device, trainer.dtype = torch.device("cpu"), torch.float32
     figures = Acceptance.of(world.decode(world.written, draft.eval(), width, 6), width)
     metrics = trainer.evaluate()
