@@ -99,9 +99,20 @@ class Draft(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Any) -> Draft:
-        """An empty draft as a published config.json describes it, with the training settings of `config`; `shape` holds the sizes in it, and the target's
-        number of blocks (0 when not known). Raises ValueError naming a field that is missing, or a variant that is not known."""
+    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Any, layers: tuple[int, ...]) -> Draft:
+        """An empty draft as a published config.json describes it: `shape` holds the sizes in it, `layers` the captured blocks, `config` the training settings.
+        Raises ValueError naming a variant that is not known."""
+
+    @staticmethod
+    @abstractmethod
+    def published_layers(fields: Mapping[str, Any], blocks: int) -> tuple[int, ...]:
+        """The captured blocks in a published config.json, by our convention; `blocks`: of the target, 0 when not known. Raises ValueError when the
+        conventions in it name different ones, or none is there and the default is not known."""
+
+    @staticmethod
+    @abstractmethod
+    def layer_faults(fields: Mapping[str, Any], known: tuple[int, ...] | None, source: str, blocks: int | None) -> list[str]:
+        """What is wrong with the layer ids of an export; `known`: the captured blocks by our convention, as `source` says; `blocks`: of the target."""
 
     @staticmethod
     @abstractmethod

@@ -310,10 +310,6 @@ class Eagle3(Draft):
         return name in ARCHITECTURES or (name == "LlamaForCausalLM" and "draft_vocab_size" in fields)
 
     @staticmethod
-    def published_name(name: str) -> str:
-        return published.without_block(name)
-
-    @staticmethod
     def engines(config: Eagle3Config, shape: TargetShape) -> Mapping[str, Service]:
         """The rules and where each was read: docs/export.md."""
         layers = list(Eagle3.needs(config, shape).layers)
@@ -322,19 +318,13 @@ class Eagle3(Draft):
         rope = shape.rope.get("rope_type", "default")
         llama_cpp = [f"draft.layers {layers}: llama.cpp reads exactly three; capture three"] if len(layers) != 3 else []
         if rope not in ("default", "linear", "yarn", "llama3"):
-            llama_cpp.append(f"rotary positions of type {rope}: llama.cpp's converter writes default, linear, yarn and llama3 for this draft; use another engine")
+            llama_cpp.append(f"rotary positions of type {rope}: llama.cpp's converter writes default, linear, yarn, llama3; choose another engine")
         return {
-            "sglang": Service("EAGLE3", (no_fc.format("SGLang"),) if one else (), reads={
-                "spec_aux_hidden_state.py": ("eagle_config", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"),
-                "llama_eagle3.py": ("draft_vocab_size", "num_aux_hidden_states", "target_hidden_size", "tie_word_embeddings", "d2t", "midlayer", "hidden_norm"),
-            }),
-            "vllm": Service("eagle3", reads={
-                "eagle3_utils.py": ("eagle_aux_hidden_state_layer_ids",),
-                "llama_eagle3.py": ("draft_vocab_size", "num_aux_hidden_states", "target_hidden_size", "norm_before_residual", "d2t", "midlayer", "hidden_norm"),
-            }),
+            "sglang": Service("EAGLE3", (no_fc.format("SGLang"),) if one else (), reads=published.SGLANG_READS),
+            "vllm": Service("eagle3", reads=published.VLLM_READS),
             "llama.cpp": Service("draft-eagle3", tuple(llama_cpp)),
             "tensorrt-llm": Service("Eagle3", (no_fc.format("TensorRT-LLM"),) if one else (), f"eagle3_layers_to_capture: {layers}"),
-        }  # fmt: skip
+        }
 
     def layout(self, form: Form = "engine") -> Layout:
         """`midlayer.` names and layer ids in both conventions (nested: outputs; top level: inputs), or as speculators has it. A full vocabulary ships
@@ -353,13 +343,15 @@ class Eagle3(Draft):
         more = {"num_hidden_layers": 1, "num_aux_hidden_states": len(self.layers), "eagle_config": nested}
         return Layout(names, {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | config | more)
 
+    published_layers = staticmethod(published.captured)
+    layer_faults = staticmethod(published.layer_faults)
+    published_name = staticmethod(published.without_block)
+
     @classmethod
-    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Eagle3Config) -> Eagle3:
+    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Eagle3Config, layers: tuple[int, ...]) -> Eagle3:
         published.refuse_variants(fields, shape)
-        ids = published.captured(fields, shape.layers)
         size = fields.get("draft_vocab_size") or shape.vocab_size
-        sizes = {"layers": ids, "vocab_size": size, "intermediate_size": shape.intermediate_size}
-        return cls(config.model_copy(update=sizes), replace(shape, layers=shape.layers or ids[-1] + 1))
+        return cls(config.model_copy(update={"layers": layers, "vocab_size": size, "intermediate_size": shape.intermediate_size}), shape)
 
     def plain_state(self) -> dict[str, Tensor]:
         state = {k: v for k, v in self.state_dict().items() if k != "feature_scale"}

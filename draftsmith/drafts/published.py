@@ -48,18 +48,52 @@ def refuse_variants(fields: Mapping[str, Any], shape: TargetShape) -> None:
         raise ValueError(f"this draft is of a variant that Draftsmith does not compute: {'; '.join(wrong)}")
 
 
+KEY = "eagle_aux_hidden_state_layer_ids"
+_MEANINGS = {KEY: (1, "input of block L (vLLM, llama.cpp)"), f"eagle_config.{KEY}": (0, "output of block L (SGLang)")}
+"""Where ids stand, how much they exceed ours there, and what they say."""
+_EVERYWHERE = ("draft_vocab_size", "num_aux_hidden_states", "target_hidden_size", "d2t", "midlayer", "hidden_norm")
+SGLANG_READS = {"spec_aux_hidden_state.py": ("eagle_config", KEY, "use_aux_hidden_state"), "llama_eagle3.py": (*_EVERYWHERE, "tie_word_embeddings")}
+VLLM_READS = {"eagle3_utils.py": (KEY,), "llama_eagle3.py": (*_EVERYWHERE, "norm_before_residual")}
+"""What these engines' classes for such drafts rely on, by file."""
+
+
 def captured(fields: Mapping[str, Any], blocks: int) -> tuple[int, ...]:
-    """Captured blocks by our convention. Raises ValueError when both conventions are there and name different blocks, or none is and the default is unknown."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    inputs, nested = fields.get(key), (fields.get("eagle_config") or {}).get(key)
+    """See `Draft.published_layers`."""
+    inputs, nested = _ids(fields)
     found = {tuple(ids) for ids in (inputs and [i - 1 for i in inputs], nested) if ids}
     if len(found) > 1:
         raise ValueError(
-            f"the layer ids disagree: {key} {inputs} means outputs of blocks {[i - 1 for i in inputs or []]}, eagle_config.{key} means outputs of blocks {nested}; "
-            "one of them is off, the top level must be one more than the nested one"
+            f"the layer ids disagree: {KEY} {inputs} means outputs of blocks {[i - 1 for i in inputs or ()]}, eagle_config.{KEY} means outputs of blocks "
+            f"{nested}; one of them is off, the top level must be one more than the nested one"
         )
     if found:
         return found.pop()
     if not blocks:
-        raise ValueError(f"config.json has no {key}; the default depends on the number of the target's blocks: give the target")
+        raise ValueError(f"no {KEY}; the default depends on the number of the target's blocks: give the target")
     return 1, blocks // 2 - 1, blocks - 4
+
+
+def layer_faults(fields: Mapping[str, Any], known: tuple[int, ...] | None, source: str, blocks: int | None) -> list[str]:
+    """See `Draft.layer_faults`."""
+    inputs, nested = _ids(fields)
+    faults: list[str] = []
+    if inputs is None:
+        faults.append(f"{KEY} is missing: vLLM and llama.cpp would capture their default blocks")
+    if nested is None and "transformer_layer_config" not in fields:
+        faults.append(f"eagle_config.{KEY} is missing: SGLang would capture its default blocks")
+    for (place, (shift, meaning)), ids in zip(_MEANINGS.items(), (inputs, nested), strict=True):
+        if ids is None:
+            continue
+        if ids != sorted(set(ids)):
+            faults.append(f"{place} {ids} is not strictly ascending: vLLM sorts ids, SGLang does not, and columns of fc would meet other blocks")
+        if known is not None and ids != (expected := [i + shift for i in known]):
+            faults.append(f"{place} is {ids}; id L there is the {meaning}, and {source} has outputs of blocks {list(known)}: expected {expected}")
+        if blocks is not None and not all(shift <= i < blocks + shift for i in ids):
+            faults.append(f"{place} {ids}: id L there is the {meaning}, and the target has {blocks} blocks")
+    if known is None and inputs and nested and inputs != [i + 1 for i in nested]:
+        faults.append(f"{KEY} {inputs} means outputs of blocks {[i - 1 for i in inputs]}, eagle_config.{KEY} outputs of blocks {nested}: one of them is off")
+    return faults
+
+
+def _ids(fields: Mapping[str, Any]) -> tuple[list[int] | None, list[int] | None]:
+    return fields.get(KEY), (fields.get("eagle_config") or {}).get(KEY)

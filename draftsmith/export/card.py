@@ -1,4 +1,4 @@
-"""README.md of an export: what the draft is of, how it was made, what was measured, and what to type to serve it. Nothing stands in it that the run does not know."""
+"""README.md of an export: what the draft is of, how it was made, what was measured, how to serve it. Nothing stands in it that the run does not know."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def card(draft: Draft, facts: Mapping[str, Any], origin: Origin, folder: Path) -
         "## Data\n\n" + ("\n".join(f"* {line}" for line in origin.data) or "Not recorded."),
         _serving(draft, facts, folder),
         "## Check\n\n    draftsmith verify " + str(folder) + f" --target {target['name']}",
-        "## Licence\n\nNot chosen here. The embedding in the weights is the target's: the target's licence applies to it, and the data may have terms of its own. "
+        "## Licence\n\nNot chosen here. The embedding in the weights is the target's: the target's licence applies to it, and the data may have its own terms. "
         "Whoever publishes this directory states a licence in this place.",
     ]
     if origin.recipe:
@@ -64,8 +64,8 @@ def _measured(report: Mapping[str, Any] | None, width: int) -> str:
     rates = ", ".join(f"{rate:.1%}" for rate in report["acceptance"]["position_rates"])
     same = "equal to the target's own greedy output for all of them" if report["greedy_identical"] else "NOT equal to the target's own greedy output everywhere"
     lines = [
-        f"Acceptance length **{report['acceptance_length']:.2f}** tokens a verification pass (the bonus token counts), over {report['prompts']} held-out prompts, "
-        f"{report['draft_tokens']} drafted tokens, temperature {report['temperature']:g} ({report['acceptance_rule']}), {report['dtype']}.",
+        f"Acceptance length **{report['acceptance_length']:.2f}** tokens a verification pass (the bonus token counts), over {report['prompts']} held-out "
+        f"prompts, {report['draft_tokens']} drafted tokens, temperature {report['temperature']:g} ({report['acceptance_rule']}), {report['dtype']}.",
         f"Accepted at each position, of all passes: {rates}. Outputs were {same}.",
     ]
     if report.get("simulated_acceptance_length") is not None:

@@ -51,7 +51,8 @@ ENGINES: dict[EngineName, Engine] = {
     ),
     "tensorrt-llm": Engine(
         "TensorRT-LLM", "main, read in single files", ("engine",),
-        "cat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {width}\n  speculative_model: {draft}\n  {options}\nEND\n"
+        "cat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: {method}\n  max_draft_len: {width}\n"
+        "  speculative_model: {draft}\n  {options}\nEND\n"
         "trtllm-serve {target} --extra_llm_api_options speculative.yaml",
     ),
 }  # fmt: skip
@@ -94,10 +95,8 @@ def config_of(draft: Draft, form: Form, dtype: str, verifier: str, width: int) -
 
 
 def _shape_fields(shape: TargetShape) -> dict[str, Any]:
-    """Sizes and rotary positions, the latter in the old and the new spelling. A draft turns whole heads, whatever share of them its target turns."""
-    rope = dict(shape.rope)
-    if rope.get("rope_type", "default") == "default":
-        rope.pop("partial_rotary_factor", None)
+    """Sizes and rotary positions, the latter in the old and the new spelling."""
+    rope = turned(shape.rope)
     scaling = None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.heads,
@@ -132,6 +131,12 @@ def rope_of(body: Mapping[str, Any], legacy: bool = False) -> dict[str, Any]:
     if "type" in rope:
         rope["rope_type"] = rope.pop("type")
     return rope
+
+
+def turned(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions of a draft: it turns whole heads, also where its target turns a share of them, and an engine would heed that share."""
+    plain = rope.get("rope_type", "default") == "default"
+    return {k: v for k, v in rope.items() if not (plain and k == "partial_rotary_factor")}
 
 
 def _first(value: Any) -> int | None:

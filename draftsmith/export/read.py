@@ -6,10 +6,11 @@ Read are `*.safetensors` (one file or shards) and `pytorch_model.bin`; configura
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,21 @@ class Published:
         return "speculators" if "speculators_model_type" in self.fields else "engine"
 
     @property
+    def digest(self) -> str:
+        """Sixteen hex digits of its tensors, by our names."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(ours(self).items()):
+            found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    @property
     def kind(self) -> type[Draft]:
         """The algorithm. Raises ValueError for one that is not read."""
-        return kind_of(self.fields, self.folder)
-
-
-def kind_of(fields: Mapping[str, Any], folder: Path) -> type[Draft]:
-    """The algorithm of a configuration. Raises ValueError for one that is not read."""
-    found = next((kind for kind in DRAFTS.values() if kind.recognises(fields)), None)
-    if found is None:
-        name = (fields.get("architectures") or ["none"])[0]
-        raise ValueError(f"{folder / CONFIG}: a draft of architecture {name} is none that Draftsmith reads; it reads {', '.join(DRAFTS)}")
-    return found
+        found = next((kind for kind in DRAFTS.values() if kind.recognises(self.fields)), None)
+        if found is None:
+            name = (self.fields.get("architectures") or ["none"])[0]
+            raise ValueError(f"{self.folder / CONFIG}: a draft of architecture {name} is none that Draftsmith reads; it reads {', '.join(DRAFTS)}")
+        return found
 
 
 def fields_in(folder: Path) -> dict[str, Any]:
@@ -65,9 +69,9 @@ def fields_in(folder: Path) -> dict[str, Any]:
     return found
 
 
-def published(folder: Path) -> Published:
-    """A directory as it lies. Raises ValueError for a missing, damaged or doubled file."""
-    return Published(folder, fields_in(folder), _tensors(folder), _json(folder / FACTS) or {})
+def published(folder: Path, weights: bool = True) -> Published:
+    """A directory as it lies, its tensors only with `weights`. Raises ValueError for a missing, damaged or doubled file."""
+    return Published(folder, fields_in(folder), _tensors(folder) if weights else {}, _json(folder / FACTS) or {})
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -107,24 +111,23 @@ def read(folder: Path, target: TargetShape | None = None, config: Any = None) ->
     return assemble(published(folder), target, config)
 
 
-def empty(found: Published | tuple[Path, dict[str, Any]], target: TargetShape | None = None, config: Any = None) -> Draft:
-    """The draft that a configuration describes, on the meta device. Raises ValueError as `read` does."""
-    folder, fields = (found.folder, found.fields) if isinstance(found, Published) else found
-    kind = kind_of(fields, folder)
-    facts = _json(folder / FACTS) or {}
-    blocks = target.layers if target is not None else facts.get("target", {}).get("layers", 0)
-    shape = shape_of(fields, blocks, str(folder / CONFIG))
+def empty(found: Published, target: TargetShape | None = None, config: Any = None, layers: tuple[int, ...] | None = None) -> Draft:
+    """The draft that a configuration describes, on the meta device; `layers`, where they are known, stand in for those in it. Raises ValueError as `read`."""
+    kind, where = found.kind, str(found.folder / CONFIG)
+    blocks = target.layers if target is not None else found.facts.get("target", {}).get("layers", 0)
+    shape = shape_of(found.fields, blocks, where)
     for name, ours in (("hidden size", "hidden_size"), ("vocabulary", "vocab_size")):
         if target is not None and getattr(shape, ours) != getattr(target, ours):
             raise ValueError(
-                f"{folder} is a draft of another target: its {name} is {getattr(shape, ours):,}, this target's is {getattr(target, ours):,}; "
+                f"{found.folder} is a draft of another target: its {name} is {getattr(shape, ours):,}, this target's is {getattr(target, ours):,}; "
                 "give the target that it was trained for"
             )
     try:
+        layers = layers or kind.published_layers(found.fields, blocks)
         with torch.device("meta"):
-            return kind.from_engine(fields, shape, config or kind.config_class())
+            return kind.from_engine(found.fields, replace(shape, layers=blocks or layers[-1] + 1), config or kind.config_class(), layers)
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def assemble(found: Published, target: TargetShape | None = None, config: Any = None) -> Draft:
@@ -134,11 +137,26 @@ def assemble(found: Published, target: TargetShape | None = None, config: Any = 
     expected = draft.plain_state()
     tensors = with_tables(ours(found), draft.shape.vocab_size, expected, found.folder)
     _require_names(found, tensors, expected)
-    wrong = [f"{name} is {list(tensors[name].shape)}, {CONFIG} asks for {list(own.shape)}" for name, own in expected.items() if tensors[name].shape != own.shape]
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, {CONFIG} asks for {list(own.shape)}" for name, own in expected.items() if tensors[name].shape != own.shape
+    ]
     if wrong:
         raise ValueError(f"{found.folder}: sizes of tensors do not fit: {'; '.join(wrong)}")
     draft.load_plain_state({name: tensors[name].to(own.dtype) for name, own in expected.items()})
     return draft.eval()
+
+
+def require_embedding(found: Published, embedding_VH: Tensor) -> None:
+    """Raises ValueError when a draft brings an embedding that is not the target's: Draftsmith's drafts embed with the target's."""
+    there = found.tensors.get(EMBEDDING)
+    if there is None:
+        return
+    rows = embedding_VH[: len(there)].cpu().float()
+    if there.shape != rows.shape or not torch.allclose(there.float(), rows, rtol=1e-2, atol=1e-3):
+        raise ValueError(
+            f"{found.folder}: its {EMBEDDING} is not the target's: either this is a draft of another target, or it was trained with an embedding of its own, "
+            "which Draftsmith's drafts do not have"
+        )
 
 
 def ours(found: Published) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Write a draft as one directory that serving engines read, read it back, and require the same tensors and the same proposals.
 
 config.json and model.safetensors are for engines: names and fields come from the draft's own `layout()`, `d2t` and `t2d` travel inside, as does the target's
-embedding (SGLang and TensorRT-LLM replace it by the target's own, vLLM and llama.cpp read it). draftsmith.json is for `draftsmith verify`, README.md for people.
+embedding (SGLang and TensorRT-LLM replace it by the target's own, vLLM and llama.cpp read it). draftsmith.json is for `draftsmith verify`, README.md for
+people.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def export(draft: Draft, target: Target, folder: Path, config: ExportConfig, sam
     with new_folder(folder) as aside:
         write(draft, target, aside, config, width, origin, folder)
         again, rounded = read(aside, target.shape), _rounded(draft, dtype)
-        _require_equal(again, rounded, aside)
+        require_equal(again, rounded, aside)
         return compare(again, rounded, target, samples, width)
 
 
@@ -108,7 +109,7 @@ def compare(one: Draft, other: Draft, target: Target, samples: Sequence[Features
     return compared
 
 
-def _require_equal(again: Draft, written: Draft, folder: Path) -> None:
+def require_equal(again: Draft, written: Draft, folder: Path) -> None:
     """Bit for bit: rounding on the way in would hide behind equal proposals."""
     plain = written.plain_state()
     for name, tensor in again.plain_state().items():
