@@ -301,7 +301,7 @@ def _engines(s: Subject) -> Iterator[str]:
 def _sources(s: Subject) -> Iterator[str]:
     """The engines that are installed still read the keys that the directory relies on."""
     if s.environment is None:
-        raise Skip("no environment with engines given: --engines")
+        raise Skip("no environment with engines given: --environment")
     looked, faults = sources(s.environment, type(s.sketch).engines(s.sketch.config, s.sketch.shape))
     if not looked:
         raise Skip(f"neither of {', '.join(e.package for e in ENGINES.values() if e.package)} is installed in {s.environment}")
