@@ -118,6 +118,7 @@ def test_a_whole_vocabulary_ships_and_is_read_without_its_tables(target: Target,
     same(draft, read(tmp_path / "x", target.shape))
     tensors = {name: t for name, t in renamed(draft.plain_state(), "midlayer.").items() if name not in TABLES}
     fields = {key: value for key, value in EAGLE.items() if key != "draft_vocab_size"} | {"architectures": ["LlamaForCausalLMEagle3"]}
+    fields["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in LAYERS]
     again = read(save_directory(tmp_path / "eagle", fields, tensors), target.shape)
     assert again.config.vocab_size == 259
     assert propose(again, target, found[3], 20) == propose(draft, target, found[3], 20)
@@ -148,7 +149,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "TensorRT-LLM's name for it": ({"eagle_config": {"return_hidden_post_norm": True}}, "norm_output = True"),
     "two blocks": ({"num_hidden_layers": 2}, "num_hidden_layers = 2: more than one block"),
     "another width": ({"target_hidden_size": 64}, "target_hidden_size = 64: the draft itself is 32 wide"),
-    "last state alone": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
+    "last state alone": ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state = False"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = gelu"),
     "biases": ({"attention_bias": True}, "attention_bias = True"),
     "another block": ({"model_type": "deepseek_v3"}, "model_type = deepseek_v3"),

@@ -157,7 +157,11 @@ def test_a_planted_fault_is_named(
 
 FOLLOWS = {"reload", "proposals of the checkpoint"}
 """What a directory that cannot be read, or drafts otherwise, rightly fails too."""
-ALSO = {"missing key": {"tensor names", "tensor sizes and dtypes", "draft vocabulary"}, "another dtype": {"config fields"}}
+ALSO = {
+    "missing key": {"tensor names", "tensor sizes and dtypes", "draft vocabulary"},
+    "another dtype": {"config fields"},
+    "no ids for SGLang": {"config fields"},
+}
 
 
 def test_a_map_in_a_side_file_is_named(fields: dict[str, Any], tensors: dict[str, Tensor], facts: dict[str, Any], judge: Any, tmp_path: Path) -> None:

@@ -260,5 +260,7 @@ def test_a_truncated_file_is_named(copied: Callable[..., Path]) -> None:
 
 
 def test_a_tensor_of_another_size_than_the_config_says_is_named(copied: Callable[..., Path], fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"d2t is \[70\] of torch.int64, expected 69 whole numbers"):
         read(copied(fields | {"draft_vocab_size": DRAFT_VOCABULARY - 1}))
+    with pytest.raises(ValueError, match=r"mlp.gate_proj.weight is \[48, 32\], config.json asks for \[47, 32\]"):
+        read(copied(fields | {"intermediate_size": 47}))
