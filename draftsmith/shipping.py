@@ -15,7 +15,7 @@ from draftsmith.data.show import describe
 from draftsmith.data.template import ChatTemplate
 from draftsmith.eval.report import spread
 from draftsmith.export.card import Origin
-from draftsmith.export.layouts import EngineName
+from draftsmith.export.layouts import ENGINES, EngineName
 from draftsmith.export.read import Published, assemble, published, read, require_embedding
 from draftsmith.export.verify import Check, Subject, verify
 from draftsmith.export.write import ExportConfig, export, require_equal, write
@@ -69,6 +69,9 @@ def tokenizer_fingerprint(template: ChatTemplate) -> str:
 
 def verify_directory(folder: Path, target: str | None, run: Run | None, engines: tuple[EngineName, ...], environment: Path | None) -> bool:
     """Check an exported directory, print a table, and say whether every check that could be made passed."""
+    unknown = [name for name in engines if name not in ENGINES]
+    if unknown:
+        raise ValueError(f"--engine {unknown[0]}: expected one of {', '.join(ENGINES)}")
     chosen = run.chosen if run is not None and target is None else None if target is None else resolved(TargetConfig(where=target))
 
     def subject(found: Published) -> Subject:

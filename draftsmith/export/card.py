@@ -48,7 +48,7 @@ def card(draft: Draft, facts: Mapping[str, Any], origin: Origin, folder: Path) -
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
         _measured(origin.report, facts["draft_tokens"]),
         "## Data\n\n" + ("\n".join(f"* {line}" for line in origin.data) or "Not recorded."),
-        _serving(draft, facts, folder),
+        _serving(draft, facts, origin.report, folder),
         "## Check\n\n    draftsmith verify " + str(folder) + f" --target {target['name']}",
         "## Licence\n\nNot chosen here. The embedding in the weights is the target's: the target's licence applies to it, and the data may have its own terms. "
         "Whoever publishes this directory states a licence in this place.",
@@ -73,11 +73,12 @@ def _measured(report: Mapping[str, Any] | None, width: int) -> str:
     return "## Measured\n\n" + "\n".join(lines)
 
 
-def _serving(draft: Draft, facts: Mapping[str, Any], folder: Path) -> str:
+def _serving(draft: Draft, facts: Mapping[str, Any], report: Mapping[str, Any] | None, folder: Path) -> str:
     """Commands for each engine that can serve it, reasons for those that cannot."""
     found = refusals(type(draft), draft.config, draft.shape, facts["format"])
-    target, width = facts["target"]["name"], facts["draft_tokens"]
-    lines = [f"## Serve\n\nRules were read in the versions named; {width} drafted tokens is what was evaluated, not a measurement of your machine."]
+    target, width = facts["target"]["name"], (report or {}).get("best_width", facts["draft_tokens"])
+    why = "predicted to be fastest on the machine that judged it" if report is not None and "best_width" in report else "the recipe's, not measured"
+    lines = [f"## Serve\n\nRules were read in the versions named. The draft length of {width} is {why}; another machine may want another one."]
     for name, engine in ENGINES.items():
         lines.append(f"**{engine.title}** ({engine.checked})")
         if found[name]:

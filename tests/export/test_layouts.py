@@ -113,13 +113,17 @@ def test_the_card_says_what_was_not_measured(draft: Eagle3, target: Target, foun
 
 
 def test_the_card_gives_figures_with_their_conditions(draft: Eagle3, target: Target, found: list[Features], tmp_path: Path) -> None:
-    origin = replace(ORIGIN, report=REPORT, data=("train: talks.jsonl; 12 read",), recipe="run: x\n", training={"trained": "30 of 60 steps"})
+    origin = replace(
+        ORIGIN, report=REPORT | {"best_width": 2}, data=("train: talks.jsonl; 12 read",), recipe="run: x\n", training={"trained": "30 of 60 steps"}
+    )
     text = text_of(draft, target, found, tmp_path / "x", origin)
     assert "**2.35** tokens a verification pass (the bonus token counts), over 100 held-out prompts, 5 drafted tokens, temperature 0" in text
     assert "50.0%, 25.0%" in text
     assert "equal to the target's own greedy output for all of them" in text
     assert "* train: talks.jsonl; 12 read" in text
     assert "| trained | 30 of 60 steps |" in text
+    assert "The draft length of 2 is predicted to be fastest on the machine that judged it" in text
+    assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     different = text_of(draft, target, found, tmp_path / "y", replace(origin, report=REPORT | {"greedy_identical": False}))
     assert "NOT equal to the target's own greedy output everywhere" in different
 
