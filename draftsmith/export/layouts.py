@@ -30,6 +30,16 @@ class Engine:
     """Commands that serve a target with a draft: {target}, {draft}, {method}, {width}, {steps} (width + 1), {options}."""
     package: str | None = None
     """Its Python package, where its rules can be looked up again."""
+    families: frozenset[str] | None = None
+    """Model types of targets that give it the states of inner blocks; None when that was not looked up."""
+
+
+_SGLANG_FAMILIES = frozenset(
+    "apertus deepseek_v2 deepseek_v3 deepseek_v32 exaone_moe gemma3_text gemma4_text gemma4_unified_text glm4_moe glm4_moe_lite glm5_next_text glm_moe_dsa "
+    "gpt_oss internlm3 iquestcoder llama llama4_text longcat_flash mellum minimax_m2 minimax_m3_vl_text ministral3 mistral phi3 qwen2 qwen2_5_vl_text qwen2_moe "
+    "qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text sarvam_mla sarvam_moe".split()
+)
+"""Of the classes below srt/models of SGLang 0.5.23 that have or inherit set_eagle3_layers_to_capture, those that transformers knows."""
 
 
 ENGINES: dict[EngineName, Engine] = {
@@ -37,7 +47,7 @@ ENGINES: dict[EngineName, Engine] = {
         "SGLang", "0.5.23", ("engine",),
         "python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} --speculative-draft-model-path {draft} \\\n"
         "  --speculative-num-steps {width} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps}",
-        "sglang",
+        "sglang", _SGLANG_FAMILIES,
     ),
     "vllm": Engine(
         "vLLM", "0.32.0", ("engine", "speculators"),
@@ -66,6 +76,11 @@ def refusals(draft: type[Draft], config: Any, shape: TargetShape, form: Form) ->
         reasons = list(made[name].refused) if name in made else [f"{engine.title} has no such drafts; choose another engine"]
         if form not in engine.forms:
             reasons.append(f"export.format {form}: {engine.title} reads {' and '.join(engine.forms)}; choose export.format=engine")
+        if engine.families is not None and shape.model_type not in engine.families:
+            reasons.append(
+                f"target of type {shape.model_type}: {engine.title} {engine.checked} gets no states of inner blocks from it; choose another engine, "
+                "or look whether a newer one does"
+            )
         found[name] = reasons
     return found
 

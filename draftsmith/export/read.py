@@ -115,7 +115,8 @@ def empty(found: Published, target: TargetShape | None = None, config: Any = Non
     """The draft that a configuration describes, on the meta device; `layers`, where they are known, stand in for those in it. Raises ValueError as `read`."""
     kind, where = found.kind, str(found.folder / CONFIG)
     blocks = target.layers if target is not None else found.facts.get("target", {}).get("layers", 0)
-    shape = shape_of(found.fields, blocks, where)
+    family = target.model_type if target is not None else found.facts.get("target", {}).get("model_type", "llama")
+    shape = replace(shape_of(found.fields, blocks, where), model_type=family)
     for name, ours in (("hidden size", "hidden_size"), ("vocabulary", "vocab_size")):
         if target is not None and getattr(shape, ours) != getattr(target, ours):
             raise ValueError(

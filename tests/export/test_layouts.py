@@ -50,6 +50,12 @@ def test_rotary_types_that_llama_cpp_does_not_write_for_a_draft(target: Target, 
     }
 
 
+def test_a_target_whose_inner_states_sglang_does_not_get(target: Target) -> None:
+    found = refused(replace(target.shape, model_type="gpt_neox"))
+    assert found.keys() == {"sglang"}
+    assert found["sglang"][0].startswith("target of type gpt_neox: SGLang 0.5.23 gets no states of inner blocks from it")
+
+
 def test_the_speculators_form_is_for_two_engines(target: Target) -> None:
     found = refused(target.shape, "speculators")
     assert set(found) == {"sglang", "tensorrt-llm"}
