@@ -34,11 +34,13 @@ class Engine:
     """Model types of targets that give it the states of inner blocks; None when that was not looked up."""
 
 
-_SGLANG_FAMILIES = frozenset(
-    "apertus deepseek_v2 deepseek_v3 deepseek_v32 exaone_moe gemma3_text gemma4_text gemma4_unified_text glm4_moe glm4_moe_lite glm5_next_text glm_moe_dsa "
-    "gpt_oss internlm3 iquestcoder llama llama4_text longcat_flash mellum minimax_m2 minimax_m3_vl_text ministral3 mistral phi3 qwen2 qwen2_5_vl_text qwen2_moe "
-    "qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text sarvam_mla sarvam_moe".split()
-)
+_SGLANG_FAMILIES = frozenset({
+    "apertus", "deepseek_v2", "deepseek_v3", "deepseek_v32", "exaone_moe", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4_moe",
+    "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt_oss", "internlm3", "iquestcoder", "llama", "llama4_text", "longcat_flash", "mellum",
+    "minimax_m2", "minimax_m3_vl_text", "ministral3", "mistral", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text", "sarvam_mla",
+    "sarvam_moe",
+})  # fmt: skip
 """Of the classes below srt/models of SGLang 0.5.23 that have or inherit set_eagle3_layers_to_capture, those that transformers knows."""
 
 
