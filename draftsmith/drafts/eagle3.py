@@ -21,9 +21,11 @@ from draftsmith.core.config import Config, Positive, Schedule, Size, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
 from draftsmith.drafts import published
 from draftsmith.drafts.base import Context, Draft, Form, Layout, Sampling, Service, draw
-from draftsmith.nn.attention import Grid, KeyValues, attend, chain_attention
+from draftsmith.nn.attention import KeyValues, attend
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
+from draftsmith.nn.chain_attention import blocks, chain_attention
 from draftsmith.nn.chains import Chains, visited
+from draftsmith.nn.linear import one_weight_gradient
 from draftsmith.nn.losses import linear_kl
 from draftsmith.nn.rope import Rope
 from draftsmith.nn.start import low_rank, own_place, ridge
@@ -160,7 +162,8 @@ class Eagle3(Draft):
         if not len(chains):
             nothing = Ratio(0.0 * self.fc.weight.sum(), torch.zeros(()))
             return StepOutput(nothing, {})
-        states_MH, chain_M, step_M = self._unroll(batch, target, chains, steps, self._noise(batch, progress))
+        with one_weight_gradient(self):
+            states_MH, chain_M, step_M = self._unroll(batch, target, chains, steps, self._noise(batch, progress))
         return self._judge(batch, target, chains, states_MH, chain_M, step_M, steps, walk=progress.exact)
 
     def _chains(self, batch: FeatureBatch, progress: Progress) -> Chains:
@@ -183,11 +186,9 @@ class Eagle3(Draft):
         following_N = batch.input_ids_N.roll(-1)
         fused_NH = self.fuse(batch.hidden_NF if noise is None else batch.hidden_NF + noise)
         mixed_NI = self._mix(target.embed(following_N), fused_NH)
-        grid = Grid.of(batch.lengths, batch.input_ids_N.device)
-        key_GTkd = self.rope(self.self_attn.key(mixed_NI), batch.position_N)[grid.token_GT]
-        value_GTkd = self.self_attn.value(mixed_NI)[grid.token_GT]
+        key_Nkd, value_Nkd = self.rope(self.self_attn.key(mixed_NI), batch.position_N), self.self_attn.value(mixed_NI)
         state_CH, mixed_CI = fused_NH[chains.anchor_C], mixed_NI[chains.anchor_C]
-        own_key_CSkd, own_value_CSkd = (x.new_zeros(len(state_CH), 0, *x.shape[2:]) for x in (key_GTkd, value_GTkd))
+        own_key_Cskd, own_value_Cskd = (x.new_zeros(len(state_CH), 0, *x.shape[1:]) for x in (key_Nkd, value_Nkd))
         number_C = torch.arange(len(state_CH), device=state_CH.device)
         states, numbers = [], []
         for k in range(steps):
@@ -198,11 +199,12 @@ class Eagle3(Draft):
                 chains, state_CH, number_C = chains.keep(keep), state_CH[keep], number_C[keep]
                 mixed_CI = self._mix(target.embed(batch.input_ids_N[chains.anchor_C + 1 + k]), state_CH)
                 key = self.rope(self.self_attn.key(mixed_CI), batch.position_N[chains.anchor_C] + k)
-                own_key_CSkd = torch.cat((own_key_CSkd[keep], key[:, None]), dim=1)
-                own_value_CSkd = torch.cat((own_value_CSkd[keep], self.self_attn.value(mixed_CI)[:, None]), dim=1)
+                own_key_Cskd = torch.cat((own_key_Cskd[keep], key[:, None]), dim=1)
+                own_value_Cskd = torch.cat((own_value_Cskd[keep], self.self_attn.value(mixed_CI)[:, None]), dim=1)
             place_C = batch.position_N[chains.anchor_C]
             query_Chd = self.rope(self.self_attn.query(mixed_CI), place_C + k)
-            seen_Chd = chain_attention(query_Chd, key_GTkd, value_GTkd, own_key_CSkd, own_value_CSkd, batch.document_N[chains.anchor_C], place_C)
+            layout = blocks(batch.lengths, batch.document_N[chains.anchor_C], place_C)
+            seen_Chd = chain_attention(query_Chd, key_Nkd, value_Nkd, own_key_Cskd, own_value_Cskd, layout)
             state_CH = self._finish(state_CH, seen_Chd)
             states.append(state_CH)
             numbers.append(number_C)

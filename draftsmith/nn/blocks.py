@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from draftsmith.nn.linear import Linear
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467); the mean is taken in float32 at least."""
@@ -25,9 +27,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = Linear(hidden, intermediate)
+        self.up_proj = Linear(hidden, intermediate)
+        self.down_proj = Linear(intermediate, hidden)
 
     def forward(self, x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -39,10 +41,10 @@ class Projections(nn.Module):
     def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_proj = Linear(inputs, heads * head_dim)
+        self.k_proj = Linear(inputs, kv_heads * head_dim)
+        self.v_proj = Linear(inputs, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, hidden)
 
     def query(self, x: Float[Tensor, "*n I"]) -> Float[Tensor, "*n heads d"]:
         """Queries, split into heads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -52,13 +52,16 @@ def apply(model: nn.Module, optimizer: torch.optim.AdamW, denominator: float, le
     Returns the gradient's norm before clipping. Raises ValueError, before anything changes, when it is not finite.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_div_(gradients, max(denominator, 1e-38))
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+    norm = float(torch.nn.utils.get_total_norm(gradients)) / max(denominator, 1e-38)
     if not math.isfinite(norm):
         raise ValueError(
             "the gradient is not finite; nothing was updated, and the last checkpoint is kept. Look at the features (NaN or Inf) first, then lower "
             "train.optimizer.learning_rate"
         )
+    # Division and clipping ride along in the fused update, which divides by its `grad_scale`: two passes over all gradients less.
+    scaled: Any = optimizer
+    scaled.grad_scale = torch.tensor(max(denominator, 1e-38) * max(1.0, norm / clip), device=gradients[0].device)
+    scaled.found_inf = torch.zeros((), device=gradients[0].device)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
