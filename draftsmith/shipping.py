@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from draftsmith.data.show import describe
 from draftsmith.data.template import ChatTemplate
 from draftsmith.eval.report import spread
 from draftsmith.export.card import Origin
-from draftsmith.export.layouts import ENGINES, EngineName
+from draftsmith.export.layouts import ENGINES
 from draftsmith.export.read import Published, assemble, published, read, require_embedding
 from draftsmith.export.verify import Check, Subject, verify
 from draftsmith.export.write import ExportConfig, export, require_equal, write
@@ -67,11 +68,12 @@ def tokenizer_fingerprint(template: ChatTemplate) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
-def verify_directory(folder: Path, target: str | None, run: Run | None, engines: tuple[EngineName, ...], environment: Path | None) -> bool:
+def verify_directory(folder: Path, target: str | None, run: Run | None, engines: Sequence[str], environment: Path | None) -> bool:
     """Check an exported directory, print a table, and say whether every check that could be made passed."""
     unknown = [name for name in engines if name not in ENGINES]
     if unknown:
         raise ValueError(f"--engine {unknown[0]}: expected one of {', '.join(ENGINES)}")
+    asked = tuple(name for name in ENGINES if name in engines)
     chosen = run.chosen if run is not None and target is None else None if target is None else resolved(TargetConfig(where=target))
 
     def subject(found: Published) -> Subject:
@@ -79,9 +81,9 @@ def verify_directory(folder: Path, target: str | None, run: Run | None, engines:
         tokens = None if chosen is None else tokenizer_fingerprint(load_template(chosen))
         width = found.facts.get("draft_tokens", 5)
         if run is None:
-            return Subject(found, known, tokens, width=width, engines=engines, environment=environment)
+            return Subject(found, known, tokens, width=width, engines=asked, environment=environment)
         draft = run.best_draft()[0].cpu()
-        wanted = engines or run.recipe.export.engines
+        wanted = asked or run.recipe.export.engines
         return Subject(found, known, tokens, draft, _samples(run), width, wanted, environment)
 
     checks = verify(folder, subject)
