@@ -16,7 +16,7 @@ from draftsmith.data.show import describe
 from draftsmith.data.template import ChatTemplate
 from draftsmith.eval.report import spread
 from draftsmith.export.card import Origin
-from draftsmith.export.layouts import ENGINES
+from draftsmith.export.layouts import ENGINES, EngineName
 from draftsmith.export.read import Published, assemble, published, read, require_embedding
 from draftsmith.export.verify import Check, Subject, verify
 from draftsmith.export.write import ExportConfig, export, require_equal, write
@@ -73,7 +73,7 @@ def verify_directory(folder: Path, target: str | None, run: Run | None, engines:
     unknown = [name for name in engines if name not in ENGINES]
     if unknown:
         raise ValueError(f"--engine {unknown[0]}: expected one of {', '.join(ENGINES)}")
-    asked = tuple(name for name in ENGINES if name in engines)
+    asked: tuple[EngineName, ...] = tuple(name for name in ENGINES if engines.count(name))
     chosen = run.chosen if run is not None and target is None else None if target is None else resolved(TargetConfig(where=target))
 
     def subject(found: Published) -> Subject:
