@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save
 
-import draftsmith
 from draftsmith.core.config import Config
 from draftsmith.core.disk import new_folder, write_bytes, write_text
 from draftsmith.core.types import Features
@@ -80,7 +80,7 @@ def facts_of(draft: Draft, target: Target, config: ExportConfig, width: int, ori
     shape = target.shape
     return {
         "format_version": FORMAT_VERSION,
-        "draftsmith": draftsmith.__version__,
+        "draftsmith": importlib.metadata.version("draftsmith"),
         "draft": next(name for name, kind in DRAFTS.items() if type(draft) is kind),
         "format": config.format,
         "dtype": config.dtype,
