@@ -189,10 +189,45 @@ def export(
     overrides: Overrides = None,
     to: Annotated[Path | None, typer.Option(help="Folder to write; <run>/export when absent.")] = None,
 ) -> None:
-    """Write the best checkpoint as SGLang and vLLM load it; read back and compared before success is reported."""
-    from draftsmith import pipeline
+    """Write the best checkpoint as serving engines load it; read back and compared before success is reported."""
+    from draftsmith import shipping
 
-    pipeline.export_run(_run(recipe, overrides), to)
+    shipping.export_run(_run(recipe, overrides), to)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Exported directory.", show_default=False)],
+    target: Annotated[str | None, typer.Option(help="smollm2, a directory or a hub id: what it must be a draft of.", show_default=False)] = None,
+    run: Annotated[Path | None, typer.Option(help="Recipe of the run whose checkpoint it must equal.", show_default=False)] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="sglang, vllm, llama.cpp or tensorrt-llm: must be able to serve it; repeat it.")] = None,
+    environment: Annotated[Path | None, typer.Option(help="Environment with installed engines, to look up what they read.", show_default=False)] = None,
+) -> None:
+    """Check every rule that engines have for a draft's directory; with --run, also that it drafts what the checkpoint drafts.
+
+    Prints a table of checks and ends in exit code 2 when one fails.
+
+    Example: draftsmith verify runs/quickstart/export --target smollm2 --run runs/quickstart/run.yaml
+    """
+    from draftsmith import shipping
+
+    if not shipping.verify_directory(folder, target, None if run is None else _run(run, None), tuple(engine or ()), environment):
+        raise typer.Exit(2)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Directory of a draft published by SpecForge, EAGLE, speculators or Draftsmith.", show_default=False)],
+    to: Annotated[Path, typer.Option(help="Folder to write.", show_default=False)],
+    target: Annotated[str, typer.Option(help="smollm2, a directory or a hub id: the target that it drafts for.", show_default=False)],
+) -> None:
+    """Turn a published draft into a directory as `export` writes it, to serve it, evaluate it or train from it (draft.init_from).
+
+    Example: draftsmith import downloads/some-eagle3 --target /models/Llama-3.1-8B-Instruct --to drafts/some-eagle3
+    """
+    from draftsmith import shipping
+
+    shipping.import_draft(folder, to, target)
 
 
 @app.command()

@@ -30,12 +30,13 @@ from draftsmith.data.regenerate import Service, regenerate
 from draftsmith.data.show import describe
 from draftsmith.data.sources import chunks, open_source
 from draftsmith.data.template import ChatTemplate
-from draftsmith.drafts import DRAFTS
+from draftsmith.drafts import DRAFTS, AnyDraftConfig
 from draftsmith.drafts.base import Draft, Sampling
 from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
 from draftsmith.eval.report import Prompt, evaluate, show, spread
-from draftsmith.export.write import export
+from draftsmith.export import layouts
+from draftsmith.export.read import assemble, empty, published, require_embedding
 from draftsmith.features import files
 from draftsmith.features.live import LiveSource
 from draftsmith.features.source import Source
@@ -121,7 +122,20 @@ class Run:
     def spec(self) -> FeatureSpec:
         """What the draft needs captured."""
         kind = DRAFTS[self.recipe.draft.kind]
-        return replace(kind.needs(self.recipe.draft, self.target.shape), dtype=self.recipe.features.dtype)
+        return replace(kind.needs(self.draft_config, self.target.shape), dtype=self.recipe.features.dtype)
+
+    @cached_property
+    def draft_config(self) -> AnyDraftConfig:
+        """The recipe's settings of the draft; sizes, layers and vocabulary are those of draft.init_from. Raises ValueError when the recipe states others."""
+        given = self.recipe.draft
+        if given.init_from is None:
+            return given
+        found: AnyDraftConfig = empty(published(Path(given.init_from), weights=False), self.target.shape, given).config
+        for name in sorted(given.model_fields_set):
+            stated, there = getattr(given, name), getattr(found, name)
+            if stated is not None and stated != there:
+                raise ValueError(f"draft.{name} is {stated}, but {given.init_from} has {there}: leave draft.{name} out of the recipe")
+        return found
 
     @cached_property
     def held_out(self) -> tuple[ArrowSamples, Figures]:
@@ -151,8 +165,12 @@ class Run:
         return found.spread((None if everything else data.limit) if split == "train" else data.held_out_features)
 
     def new_draft(self) -> Draft:
-        """With seeded weights, before `initialise`."""
+        """With seeded weights, before `initialise`; or the one of draft.init_from."""
         torch.manual_seed(self.recipe.train.seed)
+        if self.recipe.draft.init_from is not None:
+            found = published(Path(self.recipe.draft.init_from))
+            require_embedding(found, self.target.embedding_VH)
+            return assemble(found, self.target.shape, self.recipe.draft).to(self.device)
         return DRAFTS[self.recipe.draft.kind](self.recipe.draft, self.target.shape).to(self.device)
 
     def capture(self) -> Capture:
@@ -173,12 +191,19 @@ class Run:
 
     def save_recipe(self) -> None:
         """`run.yaml`: the resolved recipe."""
-        text = "# The resolved recipe of this run: `draftsmith train run.yaml` continues or repeats it.\n" + configs.dump(self.recipe)
-        write_text(self.folder / "run.yaml", text)
+        write_text(self.folder / "run.yaml", "# The resolved recipe of this run: `draftsmith train run.yaml` continues or repeats it.\n" + self.resolved_recipe)
+
+    @property
+    def resolved_recipe(self) -> str:
+        """YAML of all settings."""
+        return configs.dump(self.recipe.model_copy(update={"draft": self.draft_config}))
 
     def best_draft(self) -> tuple[Draft, int]:
-        """The best checkpoint's draft and step."""
+        """The best checkpoint's draft and step; without any, the draft of draft.init_from and step 0."""
         draft = self.new_draft()
+        if self.recipe.draft.init_from is not None and not checkpoint.steps(self.folder):
+            say(f"no checkpoint in {self.folder / 'checkpoints'}: the draft of {self.recipe.draft.init_from} is taken as it is, untrained by this run")
+            return draft.eval(), 0
         step = checkpoint.best_step(self.folder)
         checkpoint.load_draft(self.folder, step, draft)
         return draft.eval(), step
@@ -230,6 +255,7 @@ def answer_by_servers(prompts: str, out: Path, target: str | None, settings: Ans
 
 def capture(run: Run) -> None:
     """Features of both splits to disk, continuing where a stopped call ended."""
+    require_engines(run)
     run.save_recipe()
     splits = {split: run.samples(split) for split in ("train", "held-out")}
     spec, shape = run.spec, run.target.shape
@@ -258,6 +284,7 @@ def source(run: Run, split: str, maker: Capture | None) -> Source:
 
 def train(run: Run) -> checkpoint.TrainState:
     """Train the draft, or continue its training."""
+    require_engines(run)
     recipe = run.recipe
     maker = None
     if recipe.features.kind == "live":
@@ -268,7 +295,9 @@ def train(run: Run) -> checkpoint.TrainState:
     checkpoint.require_same(run.folder, about)
     run.save_recipe()
     draft = run.new_draft()
-    if not checkpoint.steps(run.folder):
+    if recipe.draft.init_from is not None:
+        say(f"starting from the draft of {recipe.draft.init_from}")
+    elif not checkpoint.steps(run.folder):
         counts = vocab.count(run.samples("train", everything=True), run.target.shape.vocab_size)
         some = learning.batch(spread(range(len(learning)), INITIAL_SAMPLES))
         for name, value in draft.initialise(run.target, counts, some.to(run.device)).items():
@@ -284,7 +313,9 @@ def facts(run: Run, learning: Source) -> dict[str, Any]:
     recipe = run.recipe.model_dump(mode="json")
     settings = {key: recipe["train"][key] for key in ("steps", "batch_tokens", "accumulate", "seed")}
     named = {f"train.{k}": v for k, v in settings.items()} | {f"train.optimizer.{k}": v for k, v in recipe["train"]["optimizer"].items()}
-    named |= {f"draft.{k}": v for k, v in recipe["draft"].items()}
+    named |= {f"draft.{k}": v for k, v in run.draft_config.model_dump(mode="json").items()}
+    if run.recipe.draft.init_from is not None:
+        named["draft.init_from (weights)"] = published(Path(run.recipe.draft.init_from)).digest
     digest = hashlib.sha256("".join(f"{learning.sample(i).id}:{n};" for i, n in enumerate(learning.lengths)).encode()).hexdigest()[:16]
     return {"target": run.target.fingerprint, "data (samples)": digest, **named}
 
@@ -310,12 +341,13 @@ def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
 def evaluate_run(run: Run) -> dict[str, Any]:
     """Decode held-out prompts with the best checkpoint; leaves report.json."""
     draft, step = run.best_draft()
-    state, _ = checkpoint.read_state(run.folder, checkpoint.steps(run.folder)[-1])
+    trained = checkpoint.steps(run.folder)
+    state = checkpoint.read_state(run.folder, trained[-1])[0] if trained else None
     report = evaluate(*decoders(run, draft), evaluation_prompts(run), run.recipe.eval)
     report |= {
         "step": step,
-        "simulated_acceptance_length": round(state.best_acceptance_length, 4),
-        "simulated_draft_tokens": state.drafted,
+        "simulated_acceptance_length": round(state.best_acceptance_length, 4) if state else None,
+        "simulated_draft_tokens": state.drafted if state else None,
         "target": run.recipe.target.where,
         "draft": run.recipe.draft.kind,
     }
@@ -329,12 +361,9 @@ def write_report(run: Run, report: dict[str, Any]) -> None:
     write_text(run.folder / "report.json", json.dumps(report, indent=1) + "\n")
 
 
-def export_run(run: Run, folder: Path | None = None) -> Path:
-    """Ship the best checkpoint; its proposals are compared on held-out samples before it is put in place."""
-    draft, step = run.best_draft()
-    folder = folder or run.folder / "export"
-    found = run.samples("held-out")
-    maker = run.capture()
-    compared = export(draft, run.target, folder, run.recipe.export, [maker(s) for s in spread(found, 8)], run.recipe.eval.width)
-    say(f"exported step {step:,} to {folder}: read back, {compared} proposals equal the checkpoint's")
-    return folder
+def require_engines(run: Run) -> None:
+    """Refuse, before anything expensive, a draft that an engine of export.engines cannot serve. Raises ValueError with each reason."""
+    wanted = run.recipe.export
+    if wanted.engines:
+        kind = DRAFTS[run.recipe.draft.kind]
+        layouts.require(wanted.engines, layouts.refusals(kind, run.draft_config, run.target.shape, wanted.format))

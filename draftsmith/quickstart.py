@@ -19,8 +19,9 @@ from draftsmith.data import bundled
 from draftsmith.data.chat import AnswerSettings
 from draftsmith.eval.answers import answer, record
 from draftsmith.eval.report import spread
-from draftsmith.pipeline import Run, capture, evaluate_run, export_run, plain_decoder, resolved, source, train, write_report
+from draftsmith.pipeline import Run, capture, evaluate_run, plain_decoder, resolved, source, train, write_report
 from draftsmith.recipe import Recipe
+from draftsmith.shipping import export_run
 from draftsmith.target.config import TargetConfig
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Trainer

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,19 +50,38 @@ class DraftState(Protocol):
         """Keep these rows."""
 
 
+Form = Literal["engine", "speculators"]
+"""Forms of a checkpoint directory: what every engine reads, and the one of the speculators library."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a draft looks in a checkpoint that engines load: our tensor names -> theirs, and the fields of config.json."""
+    """How a draft looks in a checkpoint directory of one form: our tensor names -> theirs, and the algorithm's own fields of config.json. Sizes, rotary
+    positions and dtype, which all drafts have, are the exporter's."""
 
     names: Mapping[str, str]
     config: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Service:
+    """What one engine makes of a draft."""
+
+    method: str
+    """The engine's name for the algorithm."""
+    refused: tuple[str, ...] = ()
+    """Why the engine cannot serve it, each with what to change; empty when it can."""
+    options: str = ""
+    """Further settings that the engine needs to be given with it."""
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of config.json that it relies on, by the file of the engine's package that reads them."""
+
+
 class Draft(nn.Module, ABC):
     """A draft model. Rows, chains and blocks are its own business; tokens, features and proposals are everybody's."""
 
-    architecture: ClassVar[str]
-    """Its name in the config.json that engines read."""
+    forms: ClassVar[tuple[Form, ...]]
+    """Forms of a checkpoint directory that it can have."""
     config_class: ClassVar[type[Config]]
     """Its settings in a recipe; all have defaults."""
     layers: tuple[int, ...]
@@ -73,10 +92,37 @@ class Draft(nn.Module, ABC):
         super().__init__()
         self.config, self.shape = config, shape
 
+    @staticmethod
+    @abstractmethod
+    def recognises(fields: Mapping[str, Any]) -> bool:
+        """Whether a published config.json, of any form, is of this algorithm."""
+
     @classmethod
     @abstractmethod
-    def from_engine(cls, config: Mapping[str, Any]) -> Draft:
-        """An empty draft of the sizes in an engine's config.json. Raises ValueError naming a field that is missing."""
+    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Any, layers: tuple[int, ...]) -> Draft:
+        """An empty draft as a published config.json describes it: `shape` holds the sizes in it, `layers` the captured blocks, `config` the training settings.
+        Raises ValueError naming a variant that is not known."""
+
+    @staticmethod
+    @abstractmethod
+    def published_layers(fields: Mapping[str, Any], blocks: int) -> tuple[int, ...]:
+        """The captured blocks in a published config.json, by our convention; `blocks`: of the target, 0 when not known. Raises ValueError when the
+        conventions in it name different ones, or none is there and the default is not known."""
+
+    @staticmethod
+    @abstractmethod
+    def layer_faults(fields: Mapping[str, Any], known: tuple[int, ...] | None, source: str, blocks: int | None) -> list[str]:
+        """What is wrong with the layer ids of an export; `known`: the captured blocks by our convention, as `source` says; `blocks`: of the target."""
+
+    @staticmethod
+    @abstractmethod
+    def published_name(name: str) -> str:
+        """Our name of a tensor in a published checkpoint; the same name when it is not known."""
+
+    @staticmethod
+    @abstractmethod
+    def engines(config: Any, shape: TargetShape) -> Mapping[str, Service]:
+        """What each engine makes of a draft with these settings, by the engine's name."""
 
     @staticmethod
     @abstractmethod
@@ -100,12 +146,12 @@ class Draft(nn.Module, ABC):
         """Draft `width` tokens for each row and remember the context."""
 
     @abstractmethod
-    def layout(self) -> Layout:
-        """How it ships."""
+    def layout(self, form: Form = "engine") -> Layout:
+        """How it ships; `form` is one of `forms`."""
 
     @abstractmethod
     def plain_state(self) -> dict[str, Tensor]:
-        """The tensors of `layout().names`, with training-time constants folded in."""
+        """All tensors that may ship, with training-time constants folded in."""
 
     @abstractmethod
     def load_plain_state(self, tensors: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ keep the loss unbiased.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from draftsmith.core.config import Config, Positive, Schedule, Size, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
-from draftsmith.drafts.base import Context, Draft, Layout, Sampling, draw
+from draftsmith.drafts import published
+from draftsmith.drafts.base import Context, Draft, Form, Layout, Sampling, Service, draw
 from draftsmith.nn.attention import KeyValues, attend
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
 from draftsmith.nn.chain_attention import blocks, chain_attention
@@ -59,12 +61,14 @@ class Eagle3Config(Config):
     """The block adds to its normed input instead of the raw one, as drafts of the speculators library do. vLLM and llama.cpp serve both."""
     intermediate_size: Positive | None = None
     """Width of the MLP; the target's when absent."""
+    init_from: str | None = None
+    """Directory of a published draft to start from instead (docs/export.md); its sizes, layers and vocabulary replace those above."""
 
 
 class Eagle3(Draft):
     """The draft model; tensor names are those of published checkpoints."""
 
-    architecture = "LlamaForCausalLMEagle3"
+    forms = ("engine", "speculators")
     config_class = Eagle3Config
     d2t: Tensor
     t2d: Tensor
@@ -72,7 +76,7 @@ class Eagle3(Draft):
 
     def __init__(self, config: Eagle3Config, shape: TargetShape) -> None:
         """Raises ValueError for a draft vocabulary larger than the target's."""
-        super().__init__(config, shape)
+        super().__init__(config, replace(shape, intermediate_size=config.intermediate_size or shape.intermediate_size))
         if config.vocab_size > shape.vocab_size:
             raise ValueError(f"draft.vocab_size {config.vocab_size:,} is larger than the target's vocabulary of {shape.vocab_size:,}")
         self.layers = self.needs(config, shape).layers
@@ -82,7 +86,7 @@ class Eagle3(Draft):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = Projections(2 * hidden, hidden, shape.heads, shape.kv_heads, shape.head_dim)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = MLP(hidden, config.intermediate_size or shape.intermediate_size)
+        self.mlp = MLP(hidden, self.shape.intermediate_size)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False).requires_grad_(config.train_head)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
@@ -304,39 +308,55 @@ class Eagle3(Draft):
 
     # ---- shipping ----
 
-    def layout(self) -> Layout:
-        """EAGLE-3 as SGLang and vLLM read it: `midlayer.` names, and layer ids in both conventions (nested: outputs; top level: inputs)."""
-        shape = self.shape
-        block = ("self_attn.", "mlp.", "input_layernorm.", "hidden_norm.", "post_attention_layernorm.")
-        names = {k: f"midlayer.{k}" if k.startswith(block) else k for k in self.state_dict() if k != "feature_scale"}
-        rope = dict(shape.rope)
-        scaling = None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-        config = {
-            "architectures": [self.architecture], "model_type": "llama", "hidden_size": shape.hidden_size,
-            "target_hidden_size": shape.hidden_size, "intermediate_size": self.mlp.gate_proj.out_features, "num_hidden_layers": 1,
-            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps, "max_position_embeddings": shape.max_positions, "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": scaling, "rope_parameters": rope, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-            "vocab_size": shape.vocab_size, "draft_vocab_size": self.config.vocab_size, "num_aux_hidden_states": len(self.layers),
-            "norm_before_residual": False, "bos_token_id": shape.bos_token_id, "eos_token_id": shape.eos_token_id,
+    @staticmethod
+    def recognises(fields: Mapping[str, Any]) -> bool:
+        """Engines tell EAGLE-3 from a Llama by `draft_vocab_size`."""
+        name = (fields.get("architectures") or [""])[0]
+        return name in ARCHITECTURES or (name == "LlamaForCausalLM" and "draft_vocab_size" in fields)
+
+    @staticmethod
+    def engines(config: Eagle3Config, shape: TargetShape) -> Mapping[str, Service]:
+        """The rules and where each was read: docs/export.md."""
+        layers = list(Eagle3.needs(config, shape).layers)
+        one = len(layers) == 1
+        no_fc = f"draft.layers {layers}: with one captured block {{}} leaves out fc; capture at least two"
+        rope = shape.rope.get("rope_type", "default")
+        llama_cpp = [f"draft.layers {layers}: llama.cpp reads exactly three; capture three"] if len(layers) != 3 else []
+        if rope not in ("default", "linear", "yarn", "llama3"):
+            llama_cpp.append(f"rotary positions of type {rope}: llama.cpp's converter writes default, linear, yarn, llama3; choose another engine")
+        return {
+            "sglang": Service("EAGLE3", (no_fc.format("SGLang"),) if one else (), reads=published.SGLANG_READS),
+            "vllm": Service("eagle3", reads=published.VLLM_READS),
+            "llama.cpp": Service("draft-eagle3", tuple(llama_cpp)),
+            "tensorrt-llm": Service("Eagle3", (no_fc.format("TensorRT-LLM"),) if one else (), f"eagle3_layers_to_capture: {layers}"),
+        }
+
+    def layout(self, form: Form = "engine") -> Layout:
+        """`midlayer.` names and layer ids in both conventions (nested: outputs; top level: inputs), or as speculators has it. A full vocabulary ships
+        without its tables: vLLM has no place for them then."""
+        left_out = ("feature_scale", *(("d2t", "t2d") if self.config.vocab_size == self.shape.vocab_size else ()))
+        prefix = "midlayer." if form == "engine" else "layers.0."
+        names = {k: published.in_block(k, prefix) for k in self.state_dict() if k not in left_out}
+        config: dict[str, Any] = {
+            "draft_vocab_size": self.config.vocab_size, "target_hidden_size": self.shape.hidden_size, "norm_before_residual": False,
             "eagle_aux_hidden_state_layer_ids": [i + 1 for i in self.layers],
-            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self.layers)},
         }  # fmt: skip
-        return Layout(names, config)
+        if form == "speculators":
+            flags = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
+            return Layout(names, {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"} | config | flags)
+        nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        more = {"num_hidden_layers": 1, "num_aux_hidden_states": len(self.layers), "eagle_config": nested}
+        return Layout(names, {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | config | more)
+
+    published_layers = staticmethod(published.captured)
+    layer_faults = staticmethod(published.layer_faults)
+    published_name = staticmethod(published.without_block)
 
     @classmethod
-    def from_engine(cls, config: Mapping[str, Any]) -> Eagle3:
-        try:
-            shape = TargetShape(
-                hidden_size=config["hidden_size"], vocab_size=config["vocab_size"], layers=max(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) + 1,
-                heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
-                intermediate_size=config["intermediate_size"], norm_eps=config["rms_norm_eps"], max_positions=config["max_position_embeddings"],
-                rope=config["rope_parameters"], bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"],
-            )  # fmt: skip
-            ids, size = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], config["draft_vocab_size"]
-        except KeyError as error:
-            raise ValueError(f"config.json of an EAGLE-3 draft lacks {error}") from error
-        return cls(Eagle3Config(layers=tuple(ids), vocab_size=size), shape)
+    def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Eagle3Config, layers: tuple[int, ...]) -> Eagle3:
+        published.refuse_variants(fields, shape)
+        size = fields.get("draft_vocab_size") or shape.vocab_size
+        return cls(config.model_copy(update={"layers": layers, "vocab_size": size, "intermediate_size": shape.intermediate_size}), shape)
 
     def plain_state(self) -> dict[str, Tensor]:
         state = {k: v for k, v in self.state_dict().items() if k != "feature_scale"}
@@ -345,3 +365,7 @@ class Eagle3(Draft):
 
     def load_plain_state(self, tensors: Mapping[str, Tensor]) -> None:
         self.load_state_dict(dict(tensors) | {"feature_scale": torch.ones_like(self.feature_scale)})
+
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+"""Names that published EAGLE-3 drafts of one Llama block go by."""

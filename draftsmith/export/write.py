@@ -1,29 +1,34 @@
-"""Write a draft as one directory that SGLang and vLLM read, read it back, and require the same proposals.
+"""Write a draft as one directory that serving engines read, read it back, and require the same tensors and the same proposals.
 
-Names and config fields come from the draft's own `layout()`; the file formats are config.json and model.safetensors. `d2t` and `t2d` travel inside, as does the
-target's embedding (SGLang replaces it by the target's own, vLLM reads it).
+config.json and model.safetensors are for engines: names and fields come from the draft's own `layout()`, `d2t` and `t2d` travel inside, as does the target's
+embedding (SGLang and TensorRT-LLM replace it by the target's own, vLLM and llama.cpp read it). draftsmith.json is for `draftsmith verify`, README.md for
+people.
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import hashlib
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 from draftsmith.core.config import Config
 from draftsmith.core.disk import new_folder, write_bytes, write_text
 from draftsmith.core.types import Features
 from draftsmith.drafts import DRAFTS
-from draftsmith.drafts.base import Context, Draft, Sampling
+from draftsmith.drafts.base import Context, Draft, Form, Sampling
+from draftsmith.export import layouts
+from draftsmith.export.card import Origin, card
+from draftsmith.export.layouts import EngineName
+from draftsmith.export.read import CONFIG, EMBEDDING, FACTS, read
 from draftsmith.target.weights import Target
 
-_EMBEDDING = "embed_tokens.weight"
+FORMAT_VERSION = 1
 _PLACES = 8
 """Proposals compared per sample."""
 
@@ -33,55 +38,59 @@ class ExportConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the tensors; float32 proposes exactly what the checkpoint proposes."""
+    engines: tuple[EngineName, ...] = ()
+    """Engines that must be able to serve the draft: sglang, vllm, llama.cpp, tensorrt-llm. Settings that one of them cannot serve are refused before
+    anything is captured or trained. The directory is the same for all of them."""
+    format: Form = "engine"
+    """engine: what every engine reads. speculators: the form of the speculators library, which vLLM and llama.cpp read."""
 
 
-def export(draft: Draft, target: Target, folder: Path, config: ExportConfig, samples: Sequence[Features], width: int) -> int:
+def export(draft: Draft, target: Target, folder: Path, config: ExportConfig, samples: Sequence[Features], width: int, origin: Origin | None = None) -> int:
     """Write, read back, compare. Returns how many proposals were compared.
 
-    Raises ValueError when the directory, read back, proposes anything else than the draft; nothing is left in place then.
+    Raises ValueError when a named engine cannot serve the draft, or when the directory, read back, proposes anything else than the draft; nothing is left
+    in place then.
     """
-    layout = draft.layout()
+    origin = origin or Origin(target.name)
+    layouts.require(config.engines, layouts.refusals(type(draft), draft.config, draft.shape, config.format))
+    dtype = getattr(torch, config.dtype)
+    with new_folder(folder) as aside:
+        write(draft, target, aside, config, width, origin, folder)
+        again, rounded = read(aside, target.shape), _rounded(draft, dtype)
+        require_equal(again, rounded, aside)
+        return compare(again, rounded, target, samples, width)
+
+
+def write(draft: Draft, target: Target, aside: Path, config: ExportConfig, width: int, origin: Origin, folder: Path) -> None:
+    """The four files into `aside`, which will be called `folder`."""
     dtype = getattr(torch, config.dtype)
     plain = draft.plain_state()
-    tensors = {theirs: _cast(plain[ours], dtype) for ours, theirs in layout.names.items()}
-    tensors[_EMBEDDING] = _cast(target.embedding_VH, dtype)
-    fields = dict(layout.config) | {"dtype": config.dtype, "torch_dtype": config.dtype}
-    with new_folder(folder) as aside:
-        write_bytes(aside / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-        write_text(aside / "config.json", json.dumps(fields, indent=2) + "\n")
-        return compare(read(aside), _rounded(draft, dtype), target, samples, width)
+    tensors = {theirs: _cast(plain[ours], dtype) for ours, theirs in draft.layout(config.format).names.items()}
+    tensors[EMBEDDING] = _cast(target.embedding_VH[: draft.shape.vocab_size], dtype)
+    data = save(tensors, metadata={"format": "pt"})
+    write_bytes(aside / "model.safetensors", data)
+    write_text(aside / CONFIG, layouts.as_json(layouts.config_of(draft, config.format, config.dtype, origin.target, width)))
+    facts = facts_of(draft, target, config, width, origin) | {"sha256": {"model.safetensors": hashlib.sha256(data).hexdigest()}}
+    write_text(aside / FACTS, layouts.as_json(facts))
+    write_text(aside / "README.md", card(draft, facts, origin, folder))
 
 
-def read(folder: Path) -> Draft:
-    """A draft from an exported directory. Raises ValueError for a missing file, field or tensor, or an unknown tensor."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no exported draft: it has no config.json")
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {kind.architecture: kind for kind in DRAFTS.values()}
-    name = (fields.get("architectures") or ["none"])[0]
-    if name not in kinds:
-        raise ValueError(f"{path}: architecture {name}; expected one of {', '.join(kinds)}")
-    draft = kinds[name].from_engine(fields)
-    tensors = _tensors(folder / "model.safetensors")
-    names = draft.layout().names
-    lacking = sorted(set(names.values()) - set(tensors))
-    unknown = sorted(set(tensors) - set(names.values()) - {_EMBEDDING})
-    if lacking or unknown:
-        raise ValueError(f"{folder}/model.safetensors: missing tensors {lacking or 'none'}, unknown tensors {unknown or 'none'}")
-    sizes = [(names[ours], list(tensors[names[ours]].shape), list(own.shape)) for ours, own in draft.plain_state().items()]
-    wrong = [f"{name} is {found}, config.json asks for {asked}" for name, found, asked in sizes if found != asked]
-    if wrong:
-        raise ValueError(f"{folder}/model.safetensors: sizes of tensors do not fit: {'; '.join(wrong)}")
-    draft.load_plain_state({ours: tensors[theirs] for ours, theirs in names.items()})
-    return draft.eval()
-
-
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): it is missing, truncated or not a safetensors file") from error
+def facts_of(draft: Draft, target: Target, config: ExportConfig, width: int, origin: Origin) -> dict[str, Any]:
+    """draftsmith.json: what a directory is of, for machines."""
+    shape = target.shape
+    return {
+        "format_version": FORMAT_VERSION,
+        "draftsmith": importlib.metadata.version("draftsmith"),
+        "draft": next(name for name, kind in DRAFTS.items() if type(draft) is kind),
+        "format": config.format,
+        "dtype": config.dtype,
+        "layers": {"ids": list(draft.layers), "meaning": "output of decoder block i, counted from 0, before the final norm"},
+        "draft_tokens": width,
+        "target": {
+            "name": origin.target, "revision": origin.revision, "fingerprint": target.fingerprint, "tokenizer": origin.tokenizer,
+            "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "layers": shape.layers, "model_type": shape.model_type,
+        },
+    }  # fmt: skip
 
 
 def compare(one: Draft, other: Draft, target: Target, samples: Sequence[Features], width: int) -> int:
@@ -98,6 +107,14 @@ def compare(one: Draft, other: Draft, target: Target, samples: Sequence[Features
                 )
             compared += 1
     return compared
+
+
+def require_equal(again: Draft, written: Draft, folder: Path) -> None:
+    """Bit for bit: rounding on the way in would hide behind equal proposals."""
+    plain = written.plain_state()
+    for name, tensor in again.plain_state().items():
+        if not torch.equal(tensor, plain[name]):
+            raise ValueError(f"{folder}: tensor {name}, read back, differs from the draft's; the export is wrong and was not kept")
 
 
 def _context(features: Features, stop: int) -> Context:

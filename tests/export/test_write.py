@@ -9,73 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from exported import CONFIG, DRAFT_VOCABULARY, LAYERS, WIDTH, propose
 from mini_eagle3 import MiniEagle3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftsmith.core.types import Features, FeatureSpec, Sample
-from draftsmith.data.vocab import count
-from draftsmith.drafts.base import Context, Sampling
+from draftsmith.core.types import Features
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
-from draftsmith.export.write import ExportConfig, compare, export, read
-from draftsmith.features.pack import pack
-from draftsmith.target.capture import Capture
-from draftsmith.target.model import TargetModel
+from draftsmith.export.layouts import config_of
+from draftsmith.export.read import read
+from draftsmith.export.write import ExportConfig, compare, export
 from draftsmith.target.weights import Target
-
-LAYERS, DRAFT_VOCABULARY, WIDTH = (1, 2, 4), 70, 5
-CONFIG = ExportConfig()
-
-
-@pytest.fixture(scope="module")
-def found(target_model: TargetModel, target: Target) -> list[Features]:
-    generator = torch.Generator().manual_seed(2)
-    capture = Capture(target_model, target, FeatureSpec(LAYERS, "float32"))
-    rows = [torch.randint(3, 259, (n,), generator=generator) for n in (12, 2, 23, 31)]
-    return [capture(Sample(f"s{i}", ids, torch.arange(len(ids)) >= len(ids) // 2)) for i, ids in enumerate(rows)]
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target, found: list[Features]) -> Eagle3:
-    """With the constants and the vocabulary of an initialised draft, and random weights, so that no part of the block is idle."""
-    torch.manual_seed(1)
-    made = Eagle3(Eagle3Config(vocab_size=DRAFT_VOCABULARY, layers=LAYERS), target.shape)
-    made.initialise(target, count([f.sample for f in found], 259), pack(found))
-    for parameter in made.parameters():
-        parameter.data = torch.rand(len(parameter)) + 0.5 if parameter.ndim == 1 else torch.randn(parameter.shape) / parameter.shape[1] ** 0.5
-    assert made.feature_scale.max() > 1
-    return made.eval()
-
-
-@pytest.fixture(scope="module")
-def folder(draft: Eagle3, target: Target, found: list[Features], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("export") / "draft"
-    export(draft, target, where, CONFIG, found, WIDTH)
-    return where
-
-
-@pytest.fixture
-def fields(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def propose(draft: Eagle3, target: Target, features: Features, stop: int) -> list[int]:
-    place = torch.arange(stop)[None]
-    context = Context(features.hidden_TF[None, :stop], features.sample.input_ids[None, 1 : stop + 1], place, torch.ones_like(place, dtype=torch.bool))
-    return draft.propose(context, draft.start(1), target, WIDTH, Sampling()).tokens_BW[0].tolist()
-
 
 # ---- what is written ----
 
 
-def test_the_directory_holds_two_files_and_the_tensors_that_engines_name(folder: Path, tensors: dict[str, Tensor]) -> None:
-    assert sorted(p.name for p in folder.parent.rglob("*")) == ["config.json", "draft", "model.safetensors"]
+def test_the_directory_holds_four_files_and_the_tensors_that_engines_name(folder: Path, tensors: dict[str, Tensor]) -> None:
+    assert sorted(p.name for p in folder.parent.rglob("*")) == ["README.md", "config.json", "draft", "draftsmith.json", "model.safetensors"]
     hidden, mlp, kv = 32, 48, 16
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
         "fc.weight": (hidden, 3 * hidden), "embed_tokens.weight": (259, hidden), "norm.weight": (hidden,), "lm_head.weight": (DRAFT_VOCABULARY, hidden),
@@ -115,7 +66,7 @@ def test_scaled_rotary_positions_are_written_both_ways(target: Target) -> None:
         "original_max_position_embeddings": 128,
     }
     shape = target.shape.__class__(**(vars(target.shape) | {"rope": rope}))
-    config = Eagle3(Eagle3Config(vocab_size=8, layers=LAYERS), shape).layout().config
+    config = config_of(Eagle3(Eagle3Config(vocab_size=8, layers=LAYERS), shape), "engine", "float32", "", WIDTH)
     assert config["rope_parameters"] == rope
     assert config["rope_theta"] == 9000.0
     assert config["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -256,24 +207,11 @@ def test_compare_sees_one_different_proposal(folder: Path, draft: Eagle3, target
 # ---- bad directories ----
 
 
-@pytest.fixture
-def copied(tmp_path: Path, fields: dict[str, Any], tensors: dict[str, Tensor]) -> Callable[[dict[str, Any] | None, dict[str, Tensor] | None], Path]:
-    """Write the directory with other fields or tensors; None leaves a file out."""
-
-    def write(changed: dict[str, Any] | None = fields, other: dict[str, Tensor] | None = tensors) -> Path:
-        if changed is not None:
-            (tmp_path / "config.json").write_text(json.dumps(changed))
-        if other is not None:
-            save_file(other, tmp_path / "model.safetensors")
-        return tmp_path
-
-    return write
-
-
 @pytest.mark.parametrize("name", ["d2t", "fc.weight", "midlayer.hidden_norm.weight"])
 def test_a_missing_tensor_is_named(copied: Callable[..., Path], tensors: dict[str, Tensor], name: str) -> None:
     tensors.pop(name)
-    with pytest.raises(ValueError, match=rf"missing tensors \['{name}'\], unknown tensors none"):
+    named = name.removeprefix("midlayer.")
+    with pytest.raises(ValueError, match="d2t is missing" if name == "d2t" else rf"missing tensors \['{named}'\], unknown tensors none"):
         read(copied(other=tensors))
 
 
@@ -288,15 +226,14 @@ def test_an_export_without_the_embedding_is_read(copied: Callable[..., Path], te
     assert read(copied(other=tensors)).layers == LAYERS
 
 
-@pytest.mark.parametrize("given", [["LlamaForCausalLM"], [], None])
+@pytest.mark.parametrize("given", [["DFlashDraftModel"], ["LlamaForCausalLMEagle"], [], None])
 def test_an_unknown_architecture_is_named(copied: Callable[..., Path], fields: dict[str, Any], given: list[str] | None) -> None:
-    with pytest.raises(ValueError, match=rf"architecture {(given or ['none'])[0]}; expected one of LlamaForCausalLMEagle3"):
+    with pytest.raises(ValueError, match=rf"architecture {(given or ['none'])[0]} is none that Draftsmith reads; it reads eagle3"):
         read(copied(fields | {"architectures": given}))
 
 
 REQUIRED = (
-    "hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
-    "max_position_embeddings", "rope_parameters", "eagle_config",
+    "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -323,5 +260,7 @@ def test_a_truncated_file_is_named(copied: Callable[..., Path]) -> None:
 
 
 def test_a_tensor_of_another_size_than_the_config_says_is_named(copied: Callable[..., Path], fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"d2t is \[70\] of torch.int64, expected 69 whole numbers"):
         read(copied(fields | {"draft_vocab_size": DRAFT_VOCABULARY - 1}))
+    with pytest.raises(ValueError, match=r"mlp.gate_proj.weight is \[48, 32\], config.json asks for \[47, 32\]"):
+        read(copied(fields | {"intermediate_size": 47}))
