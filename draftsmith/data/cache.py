@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -27,10 +27,12 @@ from pyarrow import compute
 from draftsmith.core.disk import write_bytes, write_text
 from draftsmith.core.env import cache_dir, tokenize_in_one_thread
 from draftsmith.core.log import progress
-from draftsmith.core.types import Sample
 from draftsmith.data.prepare import CHOSEN, REPEATED, Done, Figures, Job
 from draftsmith.data.samples import Tokens
 from draftsmith.data.sources import Chunk, chunks
+
+if TYPE_CHECKING:
+    from draftsmith.core.types import Sample
 
 VERSION = 2
 """Raise it when the same input comes to give other samples."""
@@ -46,7 +48,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class ArrowSamples(Sequence[Sample]):
+class ArrowSamples(Sequence["Sample"]):
     """Samples of a prepared split, read when they are asked for. `rows` are the chosen rows of the table, in order."""
 
     table: pa.Table
