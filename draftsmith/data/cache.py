@@ -1,11 +1,13 @@
 """Tokenized samples on disk, in Arrow: made once for the same rows, tokenizer, template and settings, by several processes, restartable.
 
 A folder `samples/<fingerprint>` of the cache directory holds one pair of files for each chunk of rows (`00000.arrow`, `00000.json`) and, when all are there,
-`done.json`. A killed call leaves whole pairs behind; the next one makes only what is missing. Reading maps the files into memory.
+`done.json`. A killed call leaves whole pairs behind; the next one makes only what is missing. Of calls at the same time, one makes them and the others wait.
+Reading maps the files into memory.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -14,6 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,9 +28,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from draftsmith.core.disk import write_bytes, write_text
+from draftsmith.core.disk import PARTIAL, explained, write_bytes, write_text
 from draftsmith.core.env import cache_dir, tokenize_in_one_thread
-from draftsmith.core.log import progress
+from draftsmith.core.log import progress, say
 from draftsmith.data.prepare import CHOSEN, REPEATED, Done, Figures, Job
 from draftsmith.data.samples import Tokens
 from draftsmith.data.sources import Chunk, chunks
@@ -137,7 +141,9 @@ def prepare(job: Job, strict: bool = False, title: str = "prepare") -> tuple[Arr
     folder = cache_dir() / "samples" / fingerprint(job)
     finished = folder / "done.json"
     if not finished.exists():
-        _make(job, folder, strict, title)
+        with _alone(folder):
+            if not finished.exists():
+                _make(job, folder, strict, title)
     figures, tables = Figures(), []
     for number in range(json.loads(finished.read_text())["chunks"]):
         figures += Figures.of_row(json.loads((folder / f"{number:05d}.json").read_text()))
@@ -151,9 +157,26 @@ def prepare(job: Job, strict: bool = False, title: str = "prepare") -> tuple[Arr
     return ArrowSamples(table, rows), figures
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process makes these samples; one that is killed makes way. Raises DiskError."""
+    lock = folder / "lock"
+    with explained(lock):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another call makes the same samples ({folder}); waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _make(job: Job, folder: Path, strict: bool, title: str) -> None:
     """All chunks that are not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for half in folder.glob(f"*{PARTIAL}"):  # of a killed call
+        half.unlink(missing_ok=True)
     count = 0
     with progress(title, None, "conversations") as advance:
         for number, figures in _results(job, folder):
@@ -169,7 +192,9 @@ def _results(job: Job, folder: Path) -> Iterator[tuple[int, Figures]]:
         for chunk in chunks(job.sources):
             yield chunk.number, _chunk_done(job, folder, chunk)
         return
-    context = multiprocessing.get_context("spawn")
+    # A server that has imported everything and has no threads: each process is a fork of it, which costs little time and memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.tokenization_utils_tokenizers"])
     waiting: deque[tuple[int, Future[Figures] | Figures]] = deque()
     with ProcessPoolExecutor(job.config.processes, context, _start, (job, folder)) as pool:
         try:
@@ -180,6 +205,11 @@ def _results(job: Job, folder: Path) -> Iterator[tuple[int, Figures]]:
                     yield _result(*waiting.popleft())
             while waiting:
                 yield _result(*waiting.popleft())
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"one of {job.config.processes} processes was killed, most often because memory ran out. What is finished is kept in {folder}: run the "
+                "same command again with fewer of them (--processes, data.processes), and it goes on from there"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -224,8 +254,10 @@ def _chunk_done(job: Job, folder: Path, chunk: Chunk) -> Figures:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(_table(done))
-    write_bytes(folder / f"{chunk.number:05d}.arrow", sink.getvalue().to_pybytes())
-    write_text(folder / f"{chunk.number:05d}.json", json.dumps(figures.to_row()))
+    # A process outlives a killed call by an instant, while the next call may be at the same chunk.
+    writer = f".{os.getpid()}"
+    write_bytes(folder / f"{chunk.number:05d}.arrow", sink.getvalue().to_pybytes(), writer)
+    write_bytes(folder / f"{chunk.number:05d}.json", json.dumps(figures.to_row()).encode(), writer)
     return figures
 
 
