@@ -11,8 +11,8 @@ import json
 import re
 from typing import Any
 
-KNOWN = 500_000
-"""Words remembered at most."""
+KNOWN = 100_000
+"""Words remembered at most; they take about 30 MB."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` splits by on its own (tokenizers, `pre_tokenizers/byte_level.rs`)."""
 PROBES = (
