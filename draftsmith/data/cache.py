@@ -95,7 +95,7 @@ class ArrowSamples(Sequence["Sample"]):
     @cached_property
     def asked(self) -> frozenset[bytes]:
         """Hashes of what the conversations ask."""
-        return frozenset(self.table["asked"].take(pa.array(self.rows)).to_pylist())
+        return frozenset(self.table["asked"].take(_numbers(self.rows)).to_pylist())
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -266,19 +266,35 @@ def _table(done: Sequence[Done]) -> pa.Table:
     numbers = [place for place, d in enumerate(done) for _ in d.samples]
     spans = [np.array(t.spans, np.int32).reshape(-1) for *_, t in rows]
     columns = [
-        pa.array([name for _, _, name, _ in rows], pa.string()), pa.array([d.entry.kind for d, *_ in rows], pa.string()),
-        pa.array([d.entry.where for d, *_ in rows], pa.string()), pa.array(numbers, pa.int32()),
-        pa.array([d.cut if n == 0 else 0 for d, n, *_ in rows], pa.int32()), pa.array([d.entry.asked for d, *_ in rows], pa.binary(16)),
-        pa.array([d.entry.content for d, *_ in rows], pa.binary(16)), _lists([t.ids for *_, t in rows]), _lists(spans),
+        _strings([name for _, _, name, _ in rows]), _strings([d.entry.kind for d, *_ in rows]), _strings([d.entry.where for d, *_ in rows]),
+        _numbers(np.array(numbers, np.int32)), _numbers(np.array([d.cut if n == 0 else 0 for d, n, *_ in rows], np.int32)),
+        _hashes([d.entry.asked for d, *_ in rows]), _hashes([d.entry.content for d, *_ in rows]), _lists([t.ids for *_, t in rows]), _lists(spans),
     ]  # fmt: skip
     return pa.table(columns, schema=SCHEMA)
+
+
+# `pa.array` would import pandas where it is installed, for half a second in every process; from here to `_lists`, columns are made without it.
+
+
+def _numbers(values: np.ndarray) -> pa.Array:
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+def _hashes(values: Sequence[bytes]) -> pa.Array:
+    return pa.Array.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(b"".join(values))])
+
+
+def _strings(values: Sequence[str]) -> pa.Array:
+    encoded = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
+    return pa.StringArray.from_buffers(len(values), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
 
 
 def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
     """A column of lists, without a Python object for every number."""
     offsets = np.cumsum([0, *map(len, arrays)]).astype(np.int32)
     values = np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(_numbers(offsets), _numbers(values))
 
 
 def _numbered(tables: Sequence[pa.Table]) -> pa.Table:
@@ -287,7 +303,7 @@ def _numbered(tables: Sequence[pa.Table]) -> pa.Table:
     for table in tables:
         numbers = table["conversation"].to_numpy() + start
         start = int(numbers[-1]) + 1 if len(numbers) else start
-        found.append(table.set_column(table.schema.get_field_index("conversation"), "conversation", pa.array(numbers, pa.int32())))
+        found.append(table.set_column(table.schema.get_field_index("conversation"), "conversation", _numbers(numbers.astype(np.int32))))
     return pa.concat_tables(found) if found else SCHEMA.empty_table()
 
 
@@ -296,7 +312,7 @@ def _without_repeats(table: pa.Table, figures: Figures) -> np.ndarray:
     numbers, seen = table["conversation"].to_numpy(), set()
     starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)])
     keep = np.ones(len(numbers), bool)
-    contents = table["content"].take(pa.array(starts)).to_pylist()
+    contents = table["content"].take(_numbers(starts)).to_pylist()
     for (start, stop), content in zip(pairwise([*starts.tolist(), len(numbers)]), contents, strict=True):
         if content in seen:
             keep[start:stop] = False

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from typing import Any
+
+from tokenizers.models import BPE
 
 KNOWN = 100_000
 """Words remembered at most; they take about 30 MB."""
+LONGEST = 64
+"""Characters of a word that is remembered; longer ones hardly come again."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` splits by on its own (tokenizers, `pre_tokenizers/byte_level.rs`)."""
 PROBES = (
@@ -33,7 +38,7 @@ class Words:
     @staticmethod
     def of(backend: Any) -> Words | None:
         """The dictionary of a tokenizer that cuts words in the way described above; None for others."""
-        pattern = _pattern(json.loads(backend.to_str()))
+        pattern = _pattern(backend)
         if pattern is None:
             return None
         try:
@@ -47,28 +52,26 @@ class Words:
         """Token ids of a text without marks; None when it is not ASCII, or has characters that belong to no word."""
         if not text.isascii():
             return None
-        found: list[int] = []
-        length, known = 0, self._known
-        for word in self._pattern.findall(text):
-            length += len(word)
-            ids = known.get(word)
-            found += self._learn(word) if ids is None else ids
-        return found if length == len(text) else None
-
-    def _learn(self, word: str) -> list[int]:
-        if len(self._known) >= KNOWN:
-            self._known.clear()
-        ids = [token.id for token in self._model.tokenize(word.translate(_BYTES))]
-        if len(word) <= 64:
-            self._known[word] = ids
-        return ids
+        words, known = self._pattern.findall(text), self._known
+        if sum(map(len, words)) != len(text):
+            return None
+        fresh = set(words).difference(known)
+        for word in fresh:
+            known[word] = [token.id for token in self._model.tokenize(word.translate(_BYTES))]
+        found = list(chain.from_iterable(map(known.__getitem__, words)))
+        for word in fresh:
+            if len(word) > LONGEST:
+                del known[word]
+        if len(known) > KNOWN:
+            known.clear()
+        return found
 
 
-def _pattern(parts: dict[str, Any]) -> str | None:
-    """What a byte-level BPE tokenizer cuts words by, from its JSON; None for every other kind."""
-    model, before, normalizer = parts["model"], parts["pre_tokenizer"] or {}, parts["normalizer"] or {}
-    plain = model["type"] == "BPE" and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
-    if not plain or normalizer.get("type") not in (None, "NFC") or any(t["normalized"] for t in parts["added_tokens"]):
+def _pattern(backend: Any) -> str | None:
+    """What a byte-level BPE tokenizer cuts words by; None for every other kind."""
+    model, before, normalizer = backend.model, _step(backend.pre_tokenizer), _step(backend.normalizer)
+    plain = isinstance(model, BPE) and not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
+    if not plain or normalizer.get("type") not in (None, "NFC") or any(t.normalized for t in backend.get_added_tokens_decoder().values()):
         return None  # NFC leaves ASCII as it is
     steps = before["pretokenizers"] if before.get("type") == "Sequence" else [before]
     last = steps[-1]
@@ -79,6 +82,11 @@ def _pattern(parts: dict[str, Any]) -> str | None:
     split = steps[0]
     isolated = len(steps) == 2 and split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"] and not last["use_regex"]
     return split["pattern"].get("Regex") if isolated else None
+
+
+def _step(step: Any) -> dict[str, Any]:
+    """A step's settings, as pickling keeps them: the JSON of the whole tokenizer has its vocabulary too, which takes half a second for Qwen's."""
+    return json.loads(step.__getstate__()) if step is not None else {}
 
 
 def _in_ascii(pattern: str) -> str:
