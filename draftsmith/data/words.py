@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import chain
 from typing import Any
 
 from tokenizers.models import BPE
 
 KNOWN = 100_000
 """Words remembered at most; they take about 30 MB."""
-LONGEST = 64
-"""Characters of a word that is remembered; longer ones hardly come again."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel` splits by on its own (tokenizers, `pre_tokenizers/byte_level.rs`)."""
 PROBES = (
@@ -31,8 +28,8 @@ class Words:
     """The dictionary of one tokenizer. `backend` is a `tokenizers.Tokenizer`, `pattern` what it cuts words by."""
 
     def __init__(self, backend: Any, pattern: str) -> None:
-        self._model = backend.model
         self._pattern = re.compile(_in_ascii(pattern), re.ASCII)
+        self._model = backend.model
         self._known: dict[str, list[int]] = {}
 
     @staticmethod
@@ -52,19 +49,21 @@ class Words:
         """Token ids of a text without marks; None when it is not ASCII, or has characters that belong to no word."""
         if not text.isascii():
             return None
-        words, known = self._pattern.findall(text), self._known
-        if sum(map(len, words)) != len(text):
-            return None
-        fresh = set(words).difference(known)
-        for word in fresh:
-            known[word] = [token.id for token in self._model.tokenize(word.translate(_BYTES))]
-        found = list(chain.from_iterable(map(known.__getitem__, words)))
-        for word in fresh:
-            if len(word) > LONGEST:
-                del known[word]
-        if len(known) > KNOWN:
-            known.clear()
-        return found
+        found: list[int] = []
+        length, known = 0, self._known
+        for word in self._pattern.findall(text):
+            length += len(word)
+            ids = known.get(word)
+            found += self._learn(word) if ids is None else ids
+        return found if length == len(text) else None
+
+    def _learn(self, word: str) -> list[int]:
+        if len(self._known) >= KNOWN:
+            self._known.clear()
+        ids = [token.id for token in self._model.tokenize(word.translate(_BYTES))]
+        if len(word) <= 64:
+            self._known[word] = ids
+        return ids
 
 
 def _pattern(backend: Any) -> str | None:
