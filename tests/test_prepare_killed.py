@@ -93,9 +93,7 @@ def test_processes_end_with_the_call_that_started_them(tmp_path: Path, tiny_targ
 
 
 @pytest.mark.parametrize("ends", [signal.SIGCONT, signal.SIGKILL], ids=["finishes", "is killed"])
-def test_of_two_calls_at_the_same_time_one_waits(
-    tmp_path: Path, tiny_target: Path, file: Path, ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_calls_at_the_same_time_one_waits(tmp_path: Path, tiny_target: Path, file: Path, ends: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     arguments = ["prepare", str(file), "--target", str(tiny_target), "data.max_length=20000", "--processes"]
     with begin([*arguments, "1", "--out", str(tmp_path / "a.jsonl")]) as first:
