@@ -177,6 +177,7 @@ def timed(side: str, file: Path, tokenizer: str, folder: Path, processes: int = 
     copy = Path(shutil.copy(file, own))  # `datasets` remembers files by their names
     work, read = SIDES[side](copy, tokenizer, processes)
     row: dict[str, Any] = {"side": side}
+    found: Any = None
     for name in ("cold", "warm") if side == "ours" else ("cold",):
         before, start = cpu(), time.perf_counter()
         found = work()
