@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import yaml
+from pyarrow import parquet
 
 from draftsmith.core.config import Config, load, parse
-from draftsmith.core.disk import write_bytes
+from draftsmith.core.disk import new_file
 from draftsmith.core.log import say
 from draftsmith.data import cache, page
 from draftsmith.data.cache import ArrowSamples
@@ -28,6 +29,9 @@ from draftsmith.target.config import TargetConfig
 
 OUTPUTS = (".jsonl", ".parquet")
 PAGES = (".html", ".htm")
+ROW = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))])
+TOGETHER = 1_000
+"""Samples of one row group of a Parquet file: all of them would not fit into memory."""
 
 
 class FilesAlone(Config):
@@ -61,7 +65,7 @@ def prepare(
     for split in ("held-out", "train") if both else ("train",):
         job = open_job(data, template, split, excluded)
         samples, figures = cache.prepare(job, strict, split)
-        excluded = samples.asked
+        excluded = samples.asked if split == "held-out" else excluded
         found[split] = samples, figures
         report(split, samples, figures, template)
     training = found["train"][0]
@@ -106,18 +110,18 @@ def _require_free(option: str, file: Path | None, endings: Sequence[str], force:
 
 def _write(found: ArrowSamples, out: Path) -> None:
     """Token ids and mask of every sample, as `prepare` and other trainers read them."""
-    if out.suffix == ".jsonl":
-        rows = ({"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.int().tolist()} for s in found)
-        write_bytes(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        return
-    from pyarrow import parquet
-
-    sink = pa.BufferOutputStream()
-    samples = [found[i] for i in range(len(found))]
-    columns = {
-        "id": [s.id for s in samples],
-        "input_ids": pa.array([s.input_ids.numpy().astype(np.int32) for s in samples], pa.list_(pa.int32())),
-        "loss_mask": pa.array([s.loss_mask.numpy().astype(np.int8) for s in samples], pa.list_(pa.int8())),
-    }
-    parquet.write_table(pa.table(columns), sink)
-    write_bytes(out, sink.getvalue().to_pybytes())
+    with new_file(out) as file:
+        if out.suffix == ".jsonl":
+            for s in found:
+                row = {"id": s.id, "input_ids": s.input_ids.tolist(), "loss_mask": s.loss_mask.int().tolist()}
+                file.write(json.dumps(row).encode() + b"\n")
+            return
+        with parquet.ParquetWriter(file, ROW) as writer:
+            for start in range(0, len(found), TOGETHER):
+                samples = found[start : start + TOGETHER]
+                columns = [
+                    [s.id for s in samples],
+                    [s.input_ids.numpy().astype(np.int32) for s in samples],
+                    [s.loss_mask.numpy().astype(np.int8) for s in samples],
+                ]
+                writer.write_table(pa.table(columns, schema=ROW))

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from command_line import command, execute, write_recipe
+from pyarrow import parquet
 
 from draftsmith.data.conversations import Conversation, dumps
+from draftsmith.prepare import TOGETHER
 
 BAD = '{"messages": [{"role": "asistant", "content": "x"}]}\n'
 
@@ -85,6 +87,15 @@ def test_what_is_written_is_read_again_and_never_replaced_unasked(tmp_path: Path
 )
 def test_mistakes_are_explained(tmp_path: Path, tiny_target: Path, arguments: list[str], said: str) -> None:
     assert said in printed(tmp_path, "--target", tiny_target, *arguments, code=2)
+
+
+def test_more_samples_than_a_row_group_holds(tmp_path: Path, tiny_target: Path) -> None:
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "out.parquet"
+    file.write_text("".join(json.dumps({"prompt": "q", "completion": f"answer {n}"}) + "\n" for n in range(2 * TOGETHER + 1)))
+    printed(tmp_path, file, "--target", tiny_target, "--out", out)
+    read = parquet.ParquetFile(out)
+    assert [read.metadata.row_group(n).num_rows for n in range(read.num_row_groups)] == [TOGETHER, TOGETHER, 1]
+    assert read.read()["id"].to_pylist() == [f"line-{n}" for n in range(1, 2 * TOGETHER + 2)]
 
 
 def test_public_sets_are_listed(tmp_path: Path) -> None:

@@ -80,3 +80,18 @@ def test_rows_that_do_not_fit_the_settings(tmp_path: Path, tiny_target: Path, mo
     code, text, file = run(tmp_path, tiny_target, GOOD, monkeypatch, *(option.format(folder=tmp_path) for option in more))
     assert code == 2, text
     assert said.format(file=file) in text
+
+
+def test_an_answer_of_ten_megabytes_is_cut_and_counted(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text, _ = run(tmp_path, tiny_target, talk({"role": "assistant", "content": "ten bytes " * 1_000_000}), monkeypatch)
+    assert code == 0, text
+    whole = len("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n") - 2 * len("<|im_start|>") - len("<|im_end|>") + 3 + 10_000_000 + 1
+    assert f"{whole - 2048:,}" in next(line for line in text.splitlines() if "cut at the maximum length" in line)
+
+
+def test_a_question_of_ten_megabytes_leaves_no_room_for_an_answer(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps({"prompt": "ten bytes " * 1_000_000, "completion": "yes"})
+    code, text, file = run(tmp_path, tiny_target, line, monkeypatch)
+    assert code == 2, text
+    assert f"1 conversations with no answer within the maximum length (first: {file}:2" in text
+    assert len(text) < 2_000

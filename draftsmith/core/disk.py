@@ -36,10 +36,13 @@ def explained(path: Path, size: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def new_file(path: Path | str, size: int | None = None) -> Iterator[BinaryIO]:
-    """Fill a file aside, flush it and rename it into place at the end. On any error nothing is left. Raises DiskError."""
+def new_file(path: Path | str, size: int | None = None, writer: str = "") -> Iterator[BinaryIO]:
+    """Fill a file aside, flush it and rename it into place at the end. On any error nothing is left. Raises DiskError.
+
+    `writer` becomes part of the name aside, for files that several processes may write at once.
+    """
     path = Path(path)
-    aside = path.with_name(path.name + PARTIAL)
+    aside = path.with_name(path.name + writer + PARTIAL)
     with explained(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -53,9 +56,9 @@ def new_file(path: Path | str, size: int | None = None) -> Iterator[BinaryIO]:
             raise
 
 
-def write_bytes(path: Path | str, data: bytes) -> None:
+def write_bytes(path: Path | str, data: bytes, writer: str = "") -> None:
     """Write a file whole or not at all. Raises DiskError."""
-    with new_file(path, len(data)) as file:
+    with new_file(path, len(data), writer) as file:
         file.write(data)
 
 

@@ -1,11 +1,13 @@
 """Tokenized samples on disk, in Arrow: made once for the same rows, tokenizer, template and settings, by several processes, restartable.
 
 A folder `samples/<fingerprint>` of the cache directory holds one pair of files for each chunk of rows (`00000.arrow`, `00000.json`) and, when all are there,
-`done.json`. A killed call leaves whole pairs behind; the next one makes only what is missing. Reading maps the files into memory.
+`done.json`. A killed call leaves whole pairs behind; the next one makes only what is missing. Of calls at the same time, one makes them and the others wait.
+Reading maps the files into memory.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -14,23 +16,27 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from draftsmith.core.disk import write_bytes, write_text
+from draftsmith.core.disk import PARTIAL, explained, write_bytes, write_text
 from draftsmith.core.env import cache_dir, tokenize_in_one_thread
-from draftsmith.core.log import progress
-from draftsmith.core.types import Sample
+from draftsmith.core.log import progress, say
 from draftsmith.data.prepare import CHOSEN, REPEATED, Done, Figures, Job
 from draftsmith.data.samples import Tokens
 from draftsmith.data.sources import Chunk, chunks
+
+if TYPE_CHECKING:
+    from draftsmith.core.types import Sample
 
 VERSION = 2
 """Raise it when the same input comes to give other samples."""
@@ -46,7 +52,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class ArrowSamples(Sequence[Sample]):
+class ArrowSamples(Sequence["Sample"]):
     """Samples of a prepared split, read when they are asked for. `rows` are the chosen rows of the table, in order."""
 
     table: pa.Table
@@ -89,7 +95,7 @@ class ArrowSamples(Sequence[Sample]):
     @cached_property
     def asked(self) -> frozenset[bytes]:
         """Hashes of what the conversations ask."""
-        return frozenset(self.table["asked"].take(pa.array(self.rows)).to_pylist())
+        return frozenset(self.table["asked"].take(_numbers(self.rows)).to_pylist())
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -135,7 +141,9 @@ def prepare(job: Job, strict: bool = False, title: str = "prepare") -> tuple[Arr
     folder = cache_dir() / "samples" / fingerprint(job)
     finished = folder / "done.json"
     if not finished.exists():
-        _make(job, folder, strict, title)
+        with _alone(folder):
+            if not finished.exists():
+                _make(job, folder, strict, title)
     figures, tables = Figures(), []
     for number in range(json.loads(finished.read_text())["chunks"]):
         figures += Figures.of_row(json.loads((folder / f"{number:05d}.json").read_text()))
@@ -149,9 +157,26 @@ def prepare(job: Job, strict: bool = False, title: str = "prepare") -> tuple[Arr
     return ArrowSamples(table, rows), figures
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process makes these samples; one that is killed makes way. Raises DiskError."""
+    lock = folder / "lock"
+    with explained(lock):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another call makes the same samples ({folder}); waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _make(job: Job, folder: Path, strict: bool, title: str) -> None:
     """All chunks that are not there yet."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for half in folder.glob(f"*{PARTIAL}"):  # of a killed call
+        half.unlink(missing_ok=True)
     count = 0
     with progress(title, None, "conversations") as advance:
         for number, figures in _results(job, folder):
@@ -167,7 +192,9 @@ def _results(job: Job, folder: Path) -> Iterator[tuple[int, Figures]]:
         for chunk in chunks(job.sources):
             yield chunk.number, _chunk_done(job, folder, chunk)
         return
-    context = multiprocessing.get_context("spawn")
+    # A server that has imported everything and has no threads: each process is a fork of it, which costs little time and memory.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.tokenization_utils_tokenizers"])
     waiting: deque[tuple[int, Future[Figures] | Figures]] = deque()
     with ProcessPoolExecutor(job.config.processes, context, _start, (job, folder)) as pool:
         try:
@@ -178,6 +205,11 @@ def _results(job: Job, folder: Path) -> Iterator[tuple[int, Figures]]:
                     yield _result(*waiting.popleft())
             while waiting:
                 yield _result(*waiting.popleft())
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"one of {job.config.processes} processes was killed, most often because memory ran out. What is finished is kept in {folder}: run the "
+                "same command again with fewer of them (--processes, data.processes), and it goes on from there"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -222,8 +254,10 @@ def _chunk_done(job: Job, folder: Path, chunk: Chunk) -> Figures:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(_table(done))
-    write_bytes(folder / f"{chunk.number:05d}.arrow", sink.getvalue().to_pybytes())
-    write_text(folder / f"{chunk.number:05d}.json", json.dumps(figures.to_row()))
+    # A process outlives a killed call by an instant, while the next call may be at the same chunk.
+    writer = f".{os.getpid()}"
+    write_bytes(folder / f"{chunk.number:05d}.arrow", sink.getvalue().to_pybytes(), writer)
+    write_bytes(folder / f"{chunk.number:05d}.json", json.dumps(figures.to_row()).encode(), writer)
     return figures
 
 
@@ -232,19 +266,35 @@ def _table(done: Sequence[Done]) -> pa.Table:
     numbers = [place for place, d in enumerate(done) for _ in d.samples]
     spans = [np.array(t.spans, np.int32).reshape(-1) for *_, t in rows]
     columns = [
-        pa.array([name for _, _, name, _ in rows], pa.string()), pa.array([d.entry.kind for d, *_ in rows], pa.string()),
-        pa.array([d.entry.where for d, *_ in rows], pa.string()), pa.array(numbers, pa.int32()),
-        pa.array([d.cut if n == 0 else 0 for d, n, *_ in rows], pa.int32()), pa.array([d.entry.asked for d, *_ in rows], pa.binary(16)),
-        pa.array([d.entry.content for d, *_ in rows], pa.binary(16)), _lists([t.ids for *_, t in rows]), _lists(spans),
+        _strings([name for _, _, name, _ in rows]), _strings([d.entry.kind for d, *_ in rows]), _strings([d.entry.where for d, *_ in rows]),
+        _numbers(np.array(numbers, np.int32)), _numbers(np.array([d.cut if n == 0 else 0 for d, n, *_ in rows], np.int32)),
+        _hashes([d.entry.asked for d, *_ in rows]), _hashes([d.entry.content for d, *_ in rows]), _lists([t.ids for *_, t in rows]), _lists(spans),
     ]  # fmt: skip
     return pa.table(columns, schema=SCHEMA)
+
+
+# `pa.array` would import pandas where it is installed, for half a second in every process; from here to `_lists`, columns are made without it.
+
+
+def _numbers(values: np.ndarray) -> pa.Array:
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+def _hashes(values: Sequence[bytes]) -> pa.Array:
+    return pa.Array.from_buffers(pa.binary(16), len(values), [None, pa.py_buffer(b"".join(values))])
+
+
+def _strings(values: Sequence[str]) -> pa.Array:
+    encoded = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
+    return pa.StringArray.from_buffers(len(values), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
 
 
 def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
     """A column of lists, without a Python object for every number."""
     offsets = np.cumsum([0, *map(len, arrays)]).astype(np.int32)
     values = np.concatenate(arrays).astype(np.int32) if arrays else np.empty(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(_numbers(offsets), _numbers(values))
 
 
 def _numbered(tables: Sequence[pa.Table]) -> pa.Table:
@@ -253,7 +303,7 @@ def _numbered(tables: Sequence[pa.Table]) -> pa.Table:
     for table in tables:
         numbers = table["conversation"].to_numpy() + start
         start = int(numbers[-1]) + 1 if len(numbers) else start
-        found.append(table.set_column(table.schema.get_field_index("conversation"), "conversation", pa.array(numbers, pa.int32())))
+        found.append(table.set_column(table.schema.get_field_index("conversation"), "conversation", _numbers(numbers.astype(np.int32))))
     return pa.concat_tables(found) if found else SCHEMA.empty_table()
 
 
@@ -262,7 +312,7 @@ def _without_repeats(table: pa.Table, figures: Figures) -> np.ndarray:
     numbers, seen = table["conversation"].to_numpy(), set()
     starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)])
     keep = np.ones(len(numbers), bool)
-    contents = table["content"].take(pa.array(starts)).to_pylist()
+    contents = table["content"].take(_numbers(starts)).to_pylist()
     for (start, stop), content in zip(pairwise([*starts.tolist(), len(numbers)]), contents, strict=True):
         if content in seen:
             keep[start:stop] = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from draftsmith.data.conversations import RowError, short
@@ -27,16 +28,12 @@ class Preset:
     subsets: tuple[str | None, ...] = (None,)
 
 
-def _columns(asked: str, answered: str) -> Converter:
+def _columns(asked: str, answered: str, row: Mapping[str, Any], default: str) -> tuple[str, Item]:
     """Question and answer in columns of these names."""
-
-    def convert(row: Mapping[str, Any], default: str) -> tuple[str, Item]:
-        missing = [name for name in (asked, answered) if name not in row]
-        if missing:
-            raise RowError(f"without `{missing[0]}`", f"expected columns `{asked}` and `{answered}`, got {', '.join(map(str, row))}")
-        return pair(row, default, row[asked], row[answered])
-
-    return convert
+    missing = [name for name in (asked, answered) if name not in row]
+    if missing:
+        raise RowError(f"without `{missing[0]}`", f"expected columns `{asked}` and `{answered}`, got {', '.join(map(str, row))}")
+    return pair(row, default, row[asked], row[answered])
 
 
 def _math_qa(row: Mapping[str, Any], default: str) -> tuple[str, Item]:
@@ -71,14 +68,14 @@ PRESETS: dict[str, Preset] = {
     "perfectblend-llama-3.3-70b": Preset("frankleeeee/PerfectBlend-Regenerated-Llama-3.3-70B-Instruct", _sharegpt, SEE_CARD),
     "magpie": Preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", _sharegpt, SEE_CARD),
     "magpie-qwen2.5": Preset("Magpie-Align/Magpie-Qwen2.5-Pro-1M-v0.1", _sharegpt, SEE_CARD),
-    "opencodeinstruct": Preset("nvidia/OpenCodeInstruct", _columns("input", "output"), "CC-BY-4.0"),
+    "opencodeinstruct": Preset("nvidia/OpenCodeInstruct", partial(_columns, "input", "output"), "CC-BY-4.0"),
     "codealpaca": Preset("sahil2801/CodeAlpaca-20k", _alpaca, "CC-BY-4.0"),
-    "magicoder-evol": Preset("ise-uiuc/Magicoder-Evol-Instruct-110K", _columns("instruction", "response"), "Apache-2.0"),
-    "opencoder": Preset("OpenCoder-LLM/opc-sft-stage1", _columns("instruction", "output"), "MIT", subsets=("largescale_diverse_instruct",)),
-    "gsm8k": Preset("openai/gsm8k", _columns("question", "answer"), "MIT", subsets=("main",)),
-    "math": Preset("EleutherAI/hendrycks_math", _columns("problem", "solution"), "MIT", subsets=_MATH),
+    "magicoder-evol": Preset("ise-uiuc/Magicoder-Evol-Instruct-110K", partial(_columns, "instruction", "response"), "Apache-2.0"),
+    "opencoder": Preset("OpenCoder-LLM/opc-sft-stage1", partial(_columns, "instruction", "output"), "MIT", subsets=("largescale_diverse_instruct",)),
+    "gsm8k": Preset("openai/gsm8k", partial(_columns, "question", "answer"), "MIT", subsets=("main",)),
+    "math": Preset("EleutherAI/hendrycks_math", partial(_columns, "problem", "solution"), "MIT", subsets=_MATH),
     "math-qa": Preset("regisss/math_qa", _math_qa, "Apache-2.0"),  # allenai/math_qa without its loading script, which `datasets` refuses
-    "camel-physics": Preset("camel-ai/physics", _columns("message_1", "message_2"), SEE_CARD),
+    "camel-physics": Preset("camel-ai/physics", partial(_columns, "message_1", "message_2"), SEE_CARD),
     "nemotron-post-training": Preset("nvidia/Nemotron-Post-Training-Dataset-v2", _nemotron, "CC-BY-4.0", split="chat"),
     "nemotron-post-training-v1": Preset("nvidia/Nemotron-Post-Training-Dataset-v1", _nemotron, "CC-BY-4.0", split="chat"),
     "llama-nemotron": Preset("nvidia/Llama-Nemotron-Post-Training-Dataset", _nemotron, "CC-BY-4.0", split="chat", subsets=("SFT",)),

@@ -11,15 +11,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from draftsmith.core.types import Sample
 from draftsmith.data.config import DataConfig
 from draftsmith.data.conversations import Conversation, Counts
 from draftsmith.data.template import ChatTemplate, TemplateError
 from draftsmith.data.turns import Turn, groups_of, of_text, preformatted
+
+if TYPE_CHECKING:
+    from draftsmith.core.types import Sample
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Tokens:
 
     def sample(self, name: str) -> Sample:
         """The same as tensors."""
+        import torch  # not above: processes that only tokenize start three times as fast without it
+
+        from draftsmith.core.types import Sample
+
         mask = np.zeros(len(self.ids), bool)
         for a, b in self.spans:
             mask[a:b] = True

@@ -69,6 +69,8 @@ def coverage(found: ArrowSamples, template: ChatTemplate) -> list[tuple[str, flo
 
 def show(found: ArrowSamples, template: ChatTemplate, count: int) -> None:
     """The first samples as the target sees them; what is learned from is coloured, answer by answer."""
+    if not count:
+        return
     say("\n[what is asked] [what is learned from, answers in turn: green, cyan]")
     for i in range(min(count, len(found))):
         sample = found.tokens(i)

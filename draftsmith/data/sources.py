@@ -212,4 +212,7 @@ def _hub(ask: Any, hub: str) -> Any:
     try:
         return ask(datasets)
     except Exception as error:  # it raises a dozen kinds: no such set, no such split, no network, gated
-        raise ValueError(f"cannot read data set {hub!r}: {type(error).__name__}: {str(error)[:300]}") from error
+        raise ValueError(
+            f"cannot read data set {hub!r}: {type(error).__name__}: {str(error)[:300]}; check its id, or give a file with its rows (a public set's with its "
+            "preset: data.train={path: FILE, preset: NAME})"
+        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.core.hub import snapshot
@@ -59,6 +59,8 @@ class ChatTemplate:
 
         Raises ValueError without tokenizer or template.
         """
+        from transformers import AutoTokenizer  # imports torch, which the processes that tokenize do without
+
         path, source = Path(where).expanduser(), None
         if file is not None:
             if not Path(file).is_file():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -193,6 +196,23 @@ def test_shards_processes_and_restarts_give_the_same_samples(template: ChatTempl
     assert (rows(again), third) == (expected, figures)
     made = {p.name for p in folder.glob("*.arrow") if p.stat().st_mtime_ns != kept[p.name]}
     assert made == {"00003.arrow", "00005.arrow"}
+
+
+def test_rows_of_public_sets_reach_other_processes(template: ChatTemplate, tmp_path: Path) -> None:
+    path = tmp_path / "math.jsonl"
+    line = json.dumps({"problem": "q", "solution": "a b"})
+    found, figures = cache.prepare(job(template, path, [line] * 3, train=[{"path": str(path), "preset": "math"}], processes=2))
+    assert (len(found), figures.counts.kept) == (3, 3)
+
+
+def test_processes_that_tokenize_import_neither_torch_nor_pandas(template: ChatTemplate, tmp_path: Path) -> None:
+    """They would start in three times the time, each of them."""
+    made = job(template, tmp_path / "rows.jsonl", [pair(1)])
+    (chunk,) = sources.chunks(made.sources)
+    (tmp_path / "work").write_bytes(pickle.dumps((cache._chunk_done, (made, tmp_path, chunk))))
+    code = "import pickle, sys; f, a = pickle.load(open(sys.argv[1], 'rb')); print(f(*a).counts.kept, {'torch', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "work"], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 set()\n"
 
 
 def test_the_fingerprint_names_everything_that_matters(template: ChatTemplate, tmp_path: Path) -> None:
