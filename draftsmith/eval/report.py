@@ -82,9 +82,9 @@ def measure_costs(decoder: Decoder, prompt: Prompt, width: int) -> dict[str, lis
         timed = Decoder(decoder.model, decoder.target, (), decoder.draft if w else None, w)
         clock = Clock()
         timed.decode([prompt.token_ids], _REPEATS * (w + 1), clock)
-        verify.append(round(1e3 * clock.verify / clock.passes, 2))
+        verify.append(round(1e3 * sum(clock.verify) / clock.passes, 2))
         if w:
-            draft.append(round(1e3 * clock.draft / clock.passes, 2))
+            draft.append(round(1e3 * sum(clock.draft) / clock.passes, 2))
     return {"verify": verify, "draft": draft}
 
 

@@ -157,7 +157,7 @@ def test_a_difference_that_only_the_race_meets_is_named(plain: Decoder, speculat
 
 def test_a_verifier_that_accepts_everything_is_reported(plain: Decoder, speculative: Decoder, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault in verification itself."""
-    monkeypatch.setattr(decode, "verify_greedy", lambda choice, drafted: (torch.full((len(drafted),), drafted.shape[1]), choice[:, -1]))
+    monkeypatch.setattr(decode, "verify_choice", lambda choice, *_: (torch.ones_like(choice, dtype=torch.bool), choice[:, -1]))
     found = evaluate(plain, speculative, prompts, CONFIG)
     assert found["greedy_identical"] is False
     assert found["differing_prompts"] == [p.id for p in prompts]
