@@ -77,18 +77,20 @@ class Decoder:
         if reason is not None:
             raise ValueError(f"no trees here: {reason}. Draft chains instead (leave eval.tree out)")
         clock = clock or Clock()
-        window, reach = self.model.window, self._reach(max(map(len, prompts), default=0), max_new)
-        # Rows of a batch have gaps; windows are masked by places.
-        if len(prompts) > 1 and (not self.model.takes_masks or (window is not None and reach > window)):
+        if len(prompts) > 1 and not self.together(self.reach(max(map(len, prompts)), max_new)):
             return [self.decode([prompt], max_new, clock)[0] for prompt in prompts]
         rows = Rows.start(self, prompts, max_new, clock)
         while len(rows.alive):
             rows.advance()
         return rows.answers
 
-    def _reach(self, prompt: int, max_new: int) -> int:
+    def reach(self, prompt: int, max_new: int) -> int:
         """The most places that the cache of a row can have: each pass may leave as many as its longest branch, and the last one holds all it drafted."""
         return prompt + max_new * (depth(self.width) + 1) + drafted(self.width)
+
+    def together(self, places: int) -> bool:
+        """Whether prompts can be decoded together in a cache of so many places: rows of a batch have gaps, which masks hide, and close windows by places."""
+        return self.model.takes_masks and (self.model.window is None or places <= self.model.window)
 
     def no_trees(self, longest: int, max_new: int) -> str | None:
         """Why no trees can be decoded behind prompts of up to `longest` tokens; None when they can."""
@@ -96,7 +98,7 @@ class Decoder:
             return f"{type(self.draft).__name__} drafts chains only"
         if not self.model.takes_masks:
             return f"{type(self.model.speaker).__name__} counts positions by places and takes no masks, so that branches would disturb each other"
-        window, reach = self.model.window, self._reach(longest, max_new)
+        window, reach = self.model.window, self.reach(longest, max_new)
         if window is not None and reach > window:
             return f"prompts and answers may take {reach:,} places, more than the window of {window:,} tokens of some blocks, which masks close by places"
         return None
