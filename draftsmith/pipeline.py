@@ -32,9 +32,9 @@ from draftsmith.data.sources import chunks, open_source
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS
 from draftsmith.drafts.base import Draft, Sampling
+from draftsmith.eval import page, show
 from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
-from draftsmith.eval import page, show
 from draftsmith.eval.prompts import Prompt, PromptSet, open_sets, read_all, spread
 from draftsmith.eval.report import evaluate
 from draftsmith.export.write import export

@@ -170,7 +170,7 @@ class Proposal:
     parent_BW: Int[Tensor, "B W"] | None = None
 
     @property
-    def lineage_BQQ(self) -> Bool[Tensor, "B Q Q"]:
+    def lineage(self) -> Bool[Tensor, "B Q Q"]:
         """Q = W + 1 with the given token first; True where a column's token is the row's own or one before it on its branch: what it may attend to."""
         rows, width = self.tokens_BW.shape
         eye_QQ = torch.eye(width + 1, device=self.tokens_BW.device)

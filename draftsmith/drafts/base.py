@@ -58,7 +58,9 @@ class Tree(Config):
     def _fits(self) -> Tree:
         most = self.top_k + (self.depth - 1) * self.top_k**2
         if not self.depth <= self.nodes <= most:
-            raise ValueError(f"a tree of depth {self.depth} with top_k {self.top_k} has {most} tokens to choose from; expected nodes from {self.depth} to {most}")
+            raise ValueError(
+                f"a tree of depth {self.depth} with top_k {self.top_k} has {most} tokens to choose from; expected nodes from {self.depth} to {most}"
+            )
         return self
 
 

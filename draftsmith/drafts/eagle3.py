@@ -285,9 +285,7 @@ class Eagle3(Draft):
         state.trim()
         return proposal
 
-    def _chain(
-        self, state: KeyValues, target: Target, width: int, sampling: Sampling, state_B1H: Tensor, mixed_B1I: Tensor, position_B1: Tensor
-    ) -> Proposal:
+    def _chain(self, state: KeyValues, target: Target, width: int, sampling: Sampling, state_B1H: Tensor, mixed_B1I: Tensor, position_B1: Tensor) -> Proposal:
         tokens, probs = [], []
         for k in range(width):
             if k:
@@ -299,9 +297,7 @@ class Eagle3(Draft):
                 probs.append(probs_B1D.new_zeros(len(token_B1), 1, self.shape.vocab_size).index_copy_(2, self._target_ids(), probs_B1D))
         return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if probs else None)
 
-    def _tree(
-        self, state: KeyValues, target: Target, tree: Tree, sampling: Sampling, state_BMH: Tensor, mixed_BMI: Tensor, position_B1: Tensor
-    ) -> Proposal:
+    def _tree(self, state: KeyValues, target: Target, tree: Tree, sampling: Sampling, state_BMH: Tensor, mixed_BMI: Tensor, position_B1: Tensor) -> Proposal:
         """A token attends to the context and to its own branch: `branch_BMS` says which of the S tokens followed so far are on it."""
         growth, known_B1T = Growth(tree.top_k), state.valid_BT[:, None]
         branch_BMS = known_B1T[:, :, :0]

@@ -34,7 +34,7 @@ class Pass:
 
 @dataclass
 class Decoded:
-    """One answer: its tokens (end token included), how many drafted tokens each verification pass accepted, and why it ended; `passes` says what was drafted."""
+    """One answer: its tokens (end token included), how many drafted tokens each verification pass accepted, why it ended, and what was drafted."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Rows:
         began = time.perf_counter()
         proposal = self._propose(self.decoder.width if width is None else width)
         drawn = time.perf_counter()
-        lineage_BQQ = proposal.lineage_BQQ
+        lineage_BQQ = proposal.lineage
         ids_BQ = torch.cat((self.given_B[:, None], proposal.tokens_BW), dim=1)
         states, first = self._verify(ids_BQ, lineage_BQQ, proposal.parent_BW is not None)
         kept_BQ, next_B = self._accept(self.decoder.target.logits(states.last_BQH), proposal, lineage_BQQ)

@@ -34,12 +34,14 @@ def _header(title: str, report: Report) -> str:
     identical = report["greedy_identical"]
     outputs = "drawn from the target" if identical is None else "all equal to plain greedy" if identical else f"{len(report['differing_prompts'])} differ"
     how = "greedy" if not report["temperature"] else f"temperature {report['temperature']:g}"
-    figures = [
-        (f"{report['of_chains']['acceptance']['acceptance_length']:.2f}", f"acceptance length, chains of {report['draft_tokens']}"),
-        *([(f"{report['of_trees']['acceptance']['acceptance_length']:.2f}", "acceptance length, trees of {nodes}".format(**report["of_trees"]["width"]))] if "of_trees" in report else []),
-        *((f"{report[key]['wall_clock']['speedup']:.2f}", f"speedup measured, {way} of {report[key]['recommended']}") for key, way in WAYS.items() if key in report),
-        (f"{report['prompts']:,}", f"prompts, {how}, {report['dtype']}"),
-    ]  # fmt: skip
+    figures = [(f"{report['of_chains']['acceptance']['acceptance_length']:.2f}", f"acceptance length, chains of {report['draft_tokens']}")]
+    if "of_trees" in report:
+        trees = report["of_trees"]
+        figures.append((f"{trees['acceptance']['acceptance_length']:.2f}", f"acceptance length, trees of {trees['width']['nodes']}"))
+    for key, way in WAYS.items():
+        if key in report:
+            figures.append((f"{report[key]['wall_clock']['speedup']:.2f}", f"speedup measured, {way} of {report[key]['recommended']}"))
+    figures.append((f"{report['prompts']:,}", f"prompts, {how}, {report['dtype']}"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures)
     state = "quiet" if identical is None else "good" if identical else "bad"
     return f'<header><h1>{escape(title)}</h1><p class="{state}">Outputs: {escape(outputs)}.</p><div class="figures">{boxes}</div></header>'

@@ -50,7 +50,8 @@ def read_prompts(asked: PromptSet, template: ChatTemplate, limit: int | None, lo
     entries = [entry for chunk in chunks(asked.job.sources) for entry in asked.job.entries(chunk, figures)]
     chosen = spread(entries, limit)
     if len(chosen) < len(entries):
-        counts.drop(NOT_CHOSEN, next(e for e in entries if e is not chosen[0]).where, len(entries) - len(chosen))
+        first = next(e for e, kept in zip(entries, [*chosen, None], strict=False) if e is not kept)
+        counts.drop(NOT_CHOSEN, first.where, len(entries) - len(chosen))
     found: list[Prompt] = []
     for entry in chosen:
         ids = _ids(entry, template)

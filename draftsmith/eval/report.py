@@ -173,7 +173,14 @@ def _example(prompt: Prompt, answer: Decoded) -> dict[str, Any]:
         own = tokens[at : at + 1]
         at += len(own)
         passes.append([accepted, _rejected(one) if own else [], own])
-    return {"id": prompt.id, "kind": prompt.kind, "prompt": list(prompt.token_ids), "first": tokens[:1], "passes": passes, "finish_reason": answer.finish_reason}
+    return {
+        "id": prompt.id,
+        "kind": prompt.kind,
+        "prompt": list(prompt.token_ids),
+        "first": tokens[:1],
+        "passes": passes,
+        "finish_reason": answer.finish_reason,
+    }
 
 
 def _rejected(one: Pass) -> list[int]:

@@ -57,7 +57,9 @@ def advice(report: Report) -> str:
     for key, way in WAYS.items():
         if key in report:
             clock, drafted = report[key]["wall_clock"], report[key]["recommended"]
-            lines.append(f"One prompt at a time: a {way} of {drafted} drafted tokens, speedup {clock['speedup']:.2f} ({clock['predicted_speedup']:.2f} predicted).")
+            lines.append(
+                f"One prompt at a time: a {way} of {drafted} drafted tokens, speedup {clock['speedup']:.2f} ({clock['predicted_speedup']:.2f} predicted)."
+            )
             many = report[key]["batch_curve"]
             if many is not None:
                 point = max(many["points"], key=lambda p: p["speedup"])
@@ -108,7 +110,9 @@ def _race(report: Report) -> Table:
             whole = one["width"]["nodes"] if way == "tree" else one["width"]
             batched = [f"{one['batched_tokens_per_second']:.1f}", f"{one['batched_speedup']:.2f}"]
             rows.append([f"{way}, {one['recommended']} drafted ({whole} in batches)", *speed, *batched, same])
-    title = f"Measured: {clock['prompts']} prompts one at a time; all in batches of up to {chain['batch']}, until the last answer ends; {report['threads']} threads"
+    title = (
+        f"Measured: {clock['prompts']} prompts one at a time; all in batches of up to {chain['batch']}, until the last answer ends; {report['threads']} threads"
+    )
     return Table(title, ["decoding", "tokens/s", "speedup", "tokens/s in batches", "speedup", "outputs"], rows)
 
 

@@ -98,7 +98,7 @@ def test_a_tree_with_one_branch_is_the_chain() -> None:
     assert torch.equal(chain.tokens_BW, tree.tokens_BW)
     assert tree.parent_BW is not None
     assert tree.parent_BW.tolist() == [[-1, 0, 1, 2]]
-    assert torch.equal(chain.lineage_BQQ, tree.lineage_BQQ)
+    assert torch.equal(chain.lineage, tree.lineage)
 
 
 def test_a_temperature_ranks_branches_by_the_probabilities_at_it() -> None:

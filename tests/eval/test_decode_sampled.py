@@ -83,7 +83,8 @@ BUSHY, BROAD = Tree(nodes=7, top_k=3, depth=2), Tree(nodes=6, top_k=6, depth=1)
 
 
 @pytest.mark.parametrize(
-    ("width", "temperature"), [(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.6), (2, 1.7), (BUSHY, 1.0), (BUSHY, 0.6), (BROAD, 1.7), (Tree(nodes=3, top_k=1, depth=3), 1.0)]
+    ("width", "temperature"),
+    [(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.6), (2, 1.7), (BUSHY, 1.0), (BUSHY, 0.6), (BROAD, 1.7), (Tree(nodes=3, top_k=1, depth=3), 1.0)],
 )
 def test_speculative_sampling_draws_from_the_target(small: tuple[TargetModel, Target], eagle3: Eagle3, width: Width, temperature: float) -> None:
     answers = decoder(small, eagle3, width, temperature).decode([PROMPT] * ROWS, TOKENS)
@@ -164,7 +165,9 @@ decode_choice = decode.verify_choice
 
 
 @pytest.mark.parametrize("fault", [first_branch, late])
-def test_a_wrong_verifier_of_trees_is_seen(small: tuple[TargetModel, Target], eagle3: Eagle3, fault: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_verifier_of_trees_is_seen(
+    small: tuple[TargetModel, Target], eagle3: Eagle3, fault: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults."""
     monkeypatch.setattr(decode, "verify_choice", fault)
     assert p_value(tally(decoder(small, eagle3, BUSHY).decode([PROMPT] * ROWS, TOKENS)), exact(small, 1.0)) < LIMIT

@@ -10,10 +10,9 @@ from functools import cache
 
 import pytest
 import torch
-from chi_square import p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import LAYERS, Rows, Scripted
+from scripted import Rows, Scripted
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -52,7 +51,7 @@ def siblings_differ(tree: Sequence[int], raw: Sequence[int]) -> list[int]:
 @settings(deadline=None)
 @given(parents)
 def test_lineage_holds_a_token_and_all_before_it(tree: list[int]) -> None:
-    lineage = Proposal(torch.zeros(1, len(tree), dtype=torch.long), None, torch.tensor([tree])).lineage_BQQ[0]
+    lineage = Proposal(torch.zeros(1, len(tree), dtype=torch.long), None, torch.tensor([tree])).lineage[0]
     for q in range(len(tree) + 1):
         expected, at = {0}, q
         while at:
@@ -78,7 +77,7 @@ def test_the_branch_of_the_targets_choices_is_kept(tree: list[int], data: st.Dat
     tokens = siblings_differ(tree, data.draw(st.lists(token, min_size=width, max_size=width)))
     choice = data.draw(st.lists(token, min_size=width + 1, max_size=width + 1))
     proposal = Proposal(torch.tensor([tokens]), None, torch.tensor([tree]))
-    kept_BQ, next_B = verify_choice(torch.tensor([choice]), proposal.tokens_BW, proposal.parent_BW, proposal.lineage_BQQ)
+    kept_BQ, next_B = verify_choice(torch.tensor([choice]), proposal.tokens_BW, proposal.parent_BW, proposal.lineage)
     assert (kept_BQ[0].nonzero()[:, 0].tolist(), int(next_B)) == walk(choice, tokens, tree)
 
 
@@ -277,10 +276,8 @@ def test_a_cache_that_is_not_put_in_order_is_seen(world: World, monkeypatch: pyt
     """Planted fault: the places of the first tokens are kept instead of those of the accepted branch."""
     prompts = [prompt_of(n) for n in LENGTHS]
     monkeypatch.setattr(decode, "keep_places", keep_the_first_places)
-    draft = world.branching(prompts, lambda *_: ([-1, -1, -1, 2], 2))
-    with pytest.raises(AssertionError):
-        answers = world.decoder(draft).decode(prompts, MAX_NEW)
-        assert [a.token_ids for a in answers] == [world.greedy(tuple(p))[:MAX_NEW] for p in prompts]
+    with pytest.raises(AssertionError, match="not those of the text"):
+        world.decoder(world.branching(prompts, lambda *_: ([-1, -1, -1, 2], 2))).decode(prompts, MAX_NEW)
 
 
 def test_trees_are_refused_with_the_reason(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

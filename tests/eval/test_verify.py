@@ -22,7 +22,7 @@ VOCABULARY = 5
 def verify_chain(choice_BQ: Tensor, drafted_BW: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens of chains are kept, and what follows them."""
     proposal = Proposal(drafted_BW)
-    kept_BQ, next_B = verify_choice(choice_BQ, drafted_BW, None, proposal.lineage_BQQ)
+    kept_BQ, next_B = verify_choice(choice_BQ, drafted_BW, None, proposal.lineage)
     assert torch.equal(kept_BQ.int(), kept_BQ.int().cumprod(1)), "of a chain the first tokens are kept"
     return kept_BQ.sum(1) - 1, next_B
 
