@@ -119,7 +119,7 @@ def test_a_branch_that_hangs_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert [branches(drafted(draft, target, d, tree), 0) for d in documents] == want
     extend = growing.Growth.extend
     monkeypatch.setattr(growing.Growth, "extend", lambda self, logits: (lambda t, above: (t, above * 0))(*extend(self, logits)))
-    assert all(branches(drafted(draft, target, d, tree), 0) != w for d, w in zip(documents, want, strict=True))
+    assert any(branches(drafted(draft, target, d, tree), 0) != w for d, w in zip(documents, want, strict=True))
 
 
 @pytest.mark.parametrize("nodes", [3, 15])

@@ -42,7 +42,7 @@ def test_sets_are_categories_and_their_counts_add_up(tmp_path: Path, template: C
     assert text.endswith("<|im_start|>assistant\n")
     assert {name: (c["read"], c["kept"], c["dropped"]) for name, c in told.items()} == {"code": (6, 3, 3), "math": (6, 6, 0), "code#2": (1, 1, 0)}
     reasons = told["code"]["reasons"]
-    assert set(reasons) == {"longer than 100 tokens", "that are rendered already: where the target answers is not told", "that are no objects"}
+    assert set(reasons) == {"longer than 100 tokens", "that are rendered already: where the target answers is not told", "of no known shape"}
     assert reasons["longer than 100 tokens"] == (1, f"{code.path}:3")
 
 
