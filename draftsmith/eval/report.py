@@ -15,7 +15,7 @@ from draftsmith.eval.acceptance import Acceptance
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decode import Decoded, Decoder, Pass
 from draftsmith.eval.prompts import Prompt, spread
-from draftsmith.eval.sweep import best, curve, measure_costs, widths_of
+from draftsmith.eval.sweep import best, curve, measure_costs, places, widths_of
 
 GREEDY_RULE = "greedy: equal to the target's arg-max"
 DRAWN_RULE = "sampling: accepted with probability min(1, p/q), replaced from max(p - q, 0)"
@@ -41,7 +41,8 @@ def evaluate(plain: Decoder, speculative: Decoder, prompts: Sequence[Prompt], co
     ways: dict[str, Width] = {"chain": config.width}
     reason = None
     if config.tree is not None:
-        reason = replace(speculative, width=config.tree).no_trees(max(len(p.token_ids) for p in prompts), max(config.max_new, config.timed_tokens))
+        passes = max(config.max_new, config.timed_tokens, (config.rounds + 1) * len(widths_of(config.tree)))
+        reason = replace(speculative, width=config.tree).no_trees(max(len(p.token_ids) for p in prompts), passes)
         if reason is None:
             ways["tree"] = config.tree
         else:
@@ -85,7 +86,7 @@ def _judge(name: str, plain: Decoder, speculative: Decoder, width: Width, base: 
     }  # fmt: skip
     rows = spread([p.token_ids for p in prompts], config.batch)
     rounds = -(-config.rounds // 2)
-    if config.batch_costs and len(rows) > 1 and decoder.together(max(map(len, rows)) + (rounds + 1) * sum(depth(w) + 1 for w in widths) + drafted(width)):
+    if config.batch_costs and len(rows) > 1 and decoder.together(max(map(len, rows)) + places(widths, rounds)):
         many = measure_costs(_seeded(plain, config, 4), _seeded(decoder, config, 5), rows, widths, rounds)
         found["batch_curve"] = {"rows": many.rows, "plain_ms": many.plain, "points": curve(answers, many)}
     return found

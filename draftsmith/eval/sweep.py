@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafts.base import Tree, Width, drafted
+from draftsmith.drafts.base import Tree, Width, depth, drafted
 from draftsmith.eval.decode import Clock, Decoded, Decoder, Rows
 
 _ENDLESS = 1 << 40
@@ -48,9 +48,16 @@ def widths_of(width: Width) -> list[Width]:
     return list(range(1, width + 1))
 
 
+def places(widths: Sequence[Width], rounds: int) -> int:
+    """The most tokens that measuring these widths adds to a row."""
+    return (rounds + 1) * sum(depth(w) + 1 for w in widths) + max(drafted(w) for w in widths)
+
+
 @torch.inference_mode()
 def measure_costs(plain: Decoder, speculative: Decoder, prompts: Sequence[Sequence[int]], widths: Sequence[Width], rounds: int) -> Costs:
-    """Time `rounds` passes of each width behind these prompts, decoded together, after one round that is not counted."""
+    """Time `rounds` passes of each width behind the ends of these prompts, decoded together, after one round that is not counted."""
+    room = max(1, plain.target.shape.max_positions - places(widths, rounds))
+    prompts = [p[-room:] for p in prompts]
     clocks = Clock(), Clock()
     without, with_draft = (Rows.start(d, prompts, _ENDLESS, c) for d, c in zip((_endless(plain), _endless(speculative)), clocks, strict=True))
     for _ in range(rounds + 1):
