@@ -50,7 +50,7 @@ def evaluate(plain: Decoder, speculative: Decoder, prompts: Sequence[Prompt], co
     base = _batched("plain", _seeded(plain, config, 0), prompts, config)
     judged = {name: _judge(name, plain, speculative, width, base, prompts, config) for name, width in ways.items()}
     race = _race(plain, speculative, {name: j["recommended"] for name, j in judged.items()}, prompts, config)
-    differing = _finish(judged, race, config)
+    differing = _finish(judged, race)
     chain = judged["chain"]
     return {
         "acceptance_length": chain["acceptance"]["acceptance_length"], "speedup": chain["wall_clock"]["speedup"],
@@ -149,9 +149,9 @@ def _race(plain: Decoder, speculative: Decoder, widths: Mapping[str, Width], pro
     return {"prompts": len(timed), "laps": laps, "differing": differing}
 
 
-def _finish(judged: dict[str, dict[str, Any]], race: dict[str, Any], config: EvalConfig) -> list[str]:
+def _finish(judged: dict[str, dict[str, Any]], race: dict[str, Any]) -> list[str]:
     """Put the race's figures beside the predictions; returns the prompts whose output differs from plain greedy anywhere."""
-    plain, everywhere = race["laps"]["plain"], []
+    plain, everywhere = race["laps"]["plain"], dict[str, None]()
     for name, found in judged.items():
         lap, point = race["laps"][name], found["curve"][best(found["curve"])]
         found["wall_clock"] = {
@@ -160,8 +160,8 @@ def _finish(judged: dict[str, dict[str, Any]], race: dict[str, Any], config: Eva
             "speedup": round((lap.tokens / lap.seconds) / (plain.tokens / plain.seconds), 4), "predicted_speedup": point["speedup"],
         }  # fmt: skip
         found["recommended"] = point["drafted"]
-        everywhere += [i for i in (*found.pop("differing"), *race["differing"][name]) if i not in everywhere]
-    return [] if config.temperature else everywhere
+        everywhere |= dict.fromkeys((*found.pop("differing"), *race["differing"][name]))
+    return list(everywhere)
 
 
 def _example(prompt: Prompt, answer: Decoded) -> dict[str, Any]:
