@@ -41,23 +41,28 @@ def _header(title: str, report: Report) -> str:
     for key, way in WAYS.items():
         if key in report:
             figures.append((f"{report[key]['wall_clock']['speedup']:.2f}", f"speedup measured, {way} of {report[key]['recommended']}"))
-    figures.append((f"{report['prompts']:,}", f"prompts, {how}, {report['dtype']}"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in figures)
     state = "quiet" if identical is None else "good" if identical else "bad"
-    return f'<header><h1>{escape(title)}</h1><p class="{state}">Outputs: {escape(outputs)}.</p><div class="figures">{boxes}</div></header>'
+    asked = f"{_many(report['prompts'], 'prompt')}, {how}, {report['dtype']}"
+    told = f'<p>{escape(asked)}; <span class="{state}">outputs {escape(outputs)}</span></p>'
+    return f'<header><h1>{escape(title)}</h1>{told}<div class="figures">{boxes}</div></header>'
 
 
 def _way(report: Report, key: str, way: str) -> str:
     found = report[key]
     panels = [(kind, a) for kind, a in found["by_kind"].items()]
     panels = [("all", found["acceptance"] | {"prompts": report["prompts"]}), *(panels if len(panels) > 1 else [])]
-    drawn = "".join(charts.bars(f"{kind}: {a['acceptance_length']:.2f}", f"{a['prompts']} prompts", _percent(a["position_rates"])) for kind, a in panels)
+    drawn = "".join(charts.bars(f"{kind}: {a['acceptance_length']:.2f}", _many(a["prompts"], "prompt"), _percent(a["position_rates"])) for kind, a in panels)
     note = f"Share of passes that accepted the token at each position of the {way}, by category, with the acceptance length: 1 + accepted / passes."
     steps = found["acceptance"]["steps"]
     shares = [(str(n), count / max(steps, 1)) for n, count in enumerate(found["acceptance"]["histogram"])]
-    histogram = charts.bars("Accepted tokens a pass", f"{steps:,} passes", shares)
+    histogram = charts.bars("Accepted a pass", _many(steps, "pass", "es"), shares)
     label = "Chains" if way == "chain" else "Trees"
     return _section(f"{label}: acceptance by position and category", note, f'<div class="panels">{drawn}{histogram}</div>')
+
+
+def _many(number: int, one: str, ending: str = "s") -> str:
+    return f"{number:,} {one}{'' if number == 1 else ending}"
 
 
 def _percent(rates: Sequence[float]) -> list[tuple[str, float]]:
@@ -92,7 +97,7 @@ def _examples(found: Mapping[str, Any], way: str, template: ChatTemplate) -> str
         answer = [f"<span>{text(example['first'])}</span>"]
         for accepted, rejected, own in example["passes"]:
             answer.append("".join(f"<ins>{text([i])}</ins>" for i in accepted))
-            answer.append("".join(f"<del>{text([i])}</del>" for i in rejected))
+            answer.append("".join(f"<del>{text([i]).replace(chr(10), '⏎')}</del>" for i in rejected))  # what was rejected breaks no line
             answer.append(f"<span>{text(own)}</span>" if own else "")
         before = "…" if len(cut) < len(example["prompt"]) else ""
         shown.append(

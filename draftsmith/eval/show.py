@@ -57,15 +57,13 @@ def advice(report: Report) -> str:
     for key, way in WAYS.items():
         if key in report:
             clock, drafted = report[key]["wall_clock"], report[key]["recommended"]
-            lines.append(
-                f"One prompt at a time: a {way} of {drafted} drafted tokens, speedup {clock['speedup']:.2f} ({clock['predicted_speedup']:.2f} predicted)."
-            )
+            lines.append(f"One prompt at a time: a {way} of {drafted} drafted, speedup {clock['speedup']:.2f} ({clock['predicted_speedup']:.2f} predicted).")
             many = report[key]["batch_curve"]
             if many is not None:
                 point = max(many["points"], key=lambda p: p["speedup"])
                 lines.append(f"{many['rows']} prompts together: a {way} of {point['drafted']}, speedup {point['speedup']:.2f} predicted.")
     lines += [f"No trees: {report['no_trees']}."] if report.get("no_trees") else []
-    lines += ["Predictions below 1: plain decoding is faster there."] if any(" 0." in line for line in lines) else []
+    lines += ["Where a speedup is below 1, plain decoding is faster."] if any(" 0." in line for line in lines) else []
     return " ".join(lines)
 
 
