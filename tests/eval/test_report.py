@@ -202,6 +202,6 @@ def test_examples_are_the_answers_token_by_token(plain: Decoder, speculative: De
 def test_markdown_keeps_hostile_names_in_their_cells(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
     hostile = [Prompt(p.id, "a|b\n<b>", p.token_ids) for p in prompts]
     text = markdown(evaluate(plain, speculative, hostile, CONFIG))
-    (row,) = [line for line in text.splitlines() if line.startswith("| a")]
+    (row,) = [line for line in text.splitlines() if line.startswith("| a\\|b")]
     assert row.startswith("| a\\|b &lt;b> | 5 | ")
     assert "greedy, float32" in text
