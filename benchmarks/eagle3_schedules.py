@@ -22,7 +22,7 @@ from draftsmith.core.config import load
 from draftsmith.core.env import dtype_of
 from draftsmith.core.types import Progress, Ratio
 from draftsmith.data import vocab
-from draftsmith.eval.report import spread
+from draftsmith.eval.prompts import spread
 from draftsmith.pipeline import INITIAL_SAMPLES, Run, source
 from draftsmith.recipe import Recipe
 from draftsmith.train.optim import apply, build, rate

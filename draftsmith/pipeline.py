@@ -32,9 +32,11 @@ from draftsmith.data.sources import chunks, open_source
 from draftsmith.data.template import ChatTemplate
 from draftsmith.drafts import DRAFTS, AnyDraftConfig
 from draftsmith.drafts.base import Draft, Sampling
+from draftsmith.eval import page, show
 from draftsmith.eval.answers import record
 from draftsmith.eval.decode import Decoder
-from draftsmith.eval.report import Prompt, evaluate, show, spread
+from draftsmith.eval.prompts import Prompt, PromptSet, open_sets, read_all, spread
+from draftsmith.eval.report import evaluate
 from draftsmith.export import layouts
 from draftsmith.export.read import assemble, empty, published, require_embedding
 from draftsmith.features import files
@@ -320,14 +322,12 @@ def facts(run: Run, learning: Source) -> dict[str, Any]:
     return {"target": run.target.fingerprint, "data (samples)": digest, **named}
 
 
-def evaluation_prompts(run: Run) -> list[Prompt]:
-    """Held-out conversations up to their last answer."""
-    found: list[Prompt] = []
-    for c in spread(run.conversations("held-out"), run.recipe.eval.prompts):
-        ends = [i for i, m in enumerate(c.messages) if m.role == "assistant"]
-        before = c.messages[: ends[-1]] if ends else c.messages
-        found.append(Prompt(c.id, c.kind, tuple(run.template.ids(before, True, c.tools))))
-    return found
+def evaluation_prompts(run: Run) -> tuple[list[Prompt], Mapping[str, Any]]:
+    """Prompts of the sets that the recipe names, else of its held-out conversations; and what became of every row."""
+    settings, data = run.recipe.eval, run.recipe.data
+    sets = open_sets(settings.sets, data) if settings.sets else [PromptSet(open_job(data, run.template, "held-out"))]
+    longest = run.target.shape.max_positions - max(settings.max_new, settings.timed_tokens)
+    return read_all(sets, run.template, settings.prompts, longest)
 
 
 def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
@@ -339,26 +339,30 @@ def decoders(run: Run, draft: Draft) -> tuple[Decoder, Decoder]:
 
 
 def evaluate_run(run: Run) -> dict[str, Any]:
-    """Decode held-out prompts with the best checkpoint; leaves report.json."""
+    """Decode prompts with the best checkpoint; leaves report.json, report.md and report.html."""
     draft, step = run.best_draft()
     trained = checkpoint.steps(run.folder)
     state = checkpoint.read_state(run.folder, trained[-1])[0] if trained else None
-    report = evaluate(*decoders(run, draft), evaluation_prompts(run), run.recipe.eval)
+    prompts, sets = evaluation_prompts(run)
+    report = evaluate(*decoders(run, draft), prompts, run.recipe.eval)
     report |= {
         "step": step,
         "simulated_acceptance_length": round(state.best_acceptance_length, 4) if state else None,
         "simulated_draft_tokens": state.drafted if state else None,
         "target": run.recipe.target.where,
         "draft": run.recipe.draft.kind,
+        "sets": sets,
     }
-    show(report)
+    show.show(report)
     write_report(run, report)
     return report
 
 
 def write_report(run: Run, report: dict[str, Any]) -> None:
-    """report.json, whole."""
+    """report.json, report.md and report.html, each whole."""
     write_text(run.folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(run.folder / "report.md", show.markdown(report))
+    write_text(run.folder / "report.html", page.html(report, run.template))
 
 
 def require_engines(run: Run) -> None:

@@ -18,7 +18,7 @@ from draftsmith.core.log import say, stage
 from draftsmith.data import bundled
 from draftsmith.data.chat import AnswerSettings
 from draftsmith.eval.answers import answer, record
-from draftsmith.eval.report import spread
+from draftsmith.eval.prompts import spread
 from draftsmith.pipeline import Run, capture, evaluate_run, plain_decoder, resolved, source, train, write_report
 from draftsmith.recipe import Recipe
 from draftsmith.shipping import export_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftsmith.core.config import Config
 from draftsmith.data.config import DataConfig
 from draftsmith.drafts import AnyDraftConfig
-from draftsmith.eval.report import EvalConfig
+from draftsmith.eval.config import EvalConfig
 from draftsmith.export.write import ExportConfig
 from draftsmith.features.config import FeaturesConfig
 from draftsmith.target.config import TargetConfig

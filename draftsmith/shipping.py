@@ -14,7 +14,7 @@ from draftsmith.core.types import Features
 from draftsmith.data.config import Sources
 from draftsmith.data.show import describe
 from draftsmith.data.template import ChatTemplate
-from draftsmith.eval.report import spread
+from draftsmith.eval.prompts import spread
 from draftsmith.export.card import Origin
 from draftsmith.export.layouts import ENGINES, EngineName
 from draftsmith.export.read import Published, assemble, published, read, require_embedding

@@ -161,8 +161,25 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens of B rows, as target ids; `probs_BWV` is the distribution that each was drawn from
-    (over the target's vocabulary; absent when drafting greedily)."""
+    """Drafted tokens of B rows, as target ids, parents before children.
+
+    `probs_BWV`: the distribution that each was drawn from, over the target's vocabulary; absent where tokens were chosen and not drawn. `parent_BW`: the
+    place of the drafted token before it on its branch, -1 for the given token; absent for a chain, the tree with one branch. Tokens of one parent differ.
+    """
 
     tokens_BW: Int[Tensor, "B W"]
     probs_BWV: Float[Tensor, "B W V"] | None = None
+    parent_BW: Int[Tensor, "B W"] | None = None
+
+    @property
+    def lineage(self) -> Bool[Tensor, "B Q Q"]:
+        """Q = W + 1 with the given token first; True where a column's token is the row's own or one before it on its branch: what it may attend to."""
+        rows, width = self.tokens_BW.shape
+        eye_QQ = torch.eye(width + 1, device=self.tokens_BW.device)
+        if self.parent_BW is None:
+            return torch.ones_like(eye_QQ, dtype=torch.bool).tril().expand(rows, -1, -1)
+        above_BWQ = torch.nn.functional.one_hot(self.parent_BW + 1, width + 1).float()
+        known_BQQ = eye_QQ + torch.nn.functional.pad(above_BWQ, (0, 0, 1, 0))
+        for _ in range(width.bit_length()):  # each product doubles the generations that are known
+            known_BQQ = (known_BQQ @ known_BQQ).clamp(max=1)
+        return known_BQQ > 0

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from draftsmith.core.config import Config
+from draftsmith.core.config import Config, Positive
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, StepOutput, TargetShape
 from draftsmith.target.weights import Target
 
@@ -40,6 +41,41 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+class Tree(Config):
+    """A tree of drafted tokens, grown anew for every pass as EAGLE-2 does it (Li et al., arXiv 2406.16858, section 4): level by level the `top_k` likeliest
+    tokens are followed, each by its `top_k` likeliest ones, and of all of them the `nodes` likeliest are verified. With `top_k` 1 it is a chain."""
+
+    nodes: Positive = 16
+    """Drafted tokens that a pass verifies."""
+    top_k: Positive = 4
+    """Tokens followed on each level, and branches of each."""
+    depth: Positive = 5
+    """Longest branch."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Tree:
+        most = self.top_k + (self.depth - 1) * self.top_k**2
+        if not self.depth <= self.nodes <= most:
+            raise ValueError(
+                f"a tree of depth {self.depth} with top_k {self.top_k} has {most} tokens to choose from; expected nodes from {self.depth} to {most}"
+            )
+        return self
+
+
+Width = int | Tree
+"""What is drafted for a pass: a chain of so many tokens, or a tree."""
+
+
+def depth(width: Width) -> int:
+    """The most tokens that a pass can accept."""
+    return width.depth if isinstance(width, Tree) else width
+
+
+def drafted(width: Width) -> int:
+    """The tokens that a pass verifies besides the given one."""
+    return width.nodes if isinstance(width, Tree) else width
 
 
 @runtime_checkable
@@ -84,6 +120,8 @@ class Draft(nn.Module, ABC):
     """Forms of a checkpoint directory that it can have."""
     config_class: ClassVar[type[Config]]
     """Its settings in a recipe; all have defaults."""
+    trees: ClassVar[bool] = False
+    """Whether it can draft a `Tree`."""
     layers: tuple[int, ...]
     """Captured decoder blocks."""
 
@@ -142,8 +180,8 @@ class Draft(nn.Module, ABC):
         """The memory of `rows` rows that have seen nothing."""
 
     @abstractmethod
-    def propose(self, context: Context, state: Any, target: Target, width: int, sampling: Sampling) -> Proposal:
-        """Draft `width` tokens for each row and remember the context."""
+    def propose(self, context: Context, state: Any, target: Target, width: Width, sampling: Sampling) -> Proposal:
+        """Draft `width` for each row and remember the context. A tree is chosen, not drawn, whatever the temperature, and its likeliest tokens come first."""
 
     @abstractmethod
     def layout(self, form: Form = "engine") -> Layout:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from draftsmith.core.config import Config, Positive, Schedule, Size, at
 from draftsmith.core.types import FeatureBatch, FeatureSpec, Progress, Proposal, Ratio, StepOutput, TargetShape
 from draftsmith.drafts import published
-from draftsmith.drafts.base import Context, Draft, Form, Layout, Sampling, Service, draw
+from draftsmith.drafts.base import Context, Draft, Form, Layout, Sampling, Service, Tree, Width, draw
 from draftsmith.nn.attention import KeyValues, attend
 from draftsmith.nn.blocks import MLP, Projections, RMSNorm
 from draftsmith.nn.chain_attention import blocks, chain_attention
@@ -29,6 +29,7 @@ from draftsmith.nn.linear import one_weight_gradient
 from draftsmith.nn.losses import linear_kl
 from draftsmith.nn.rope import Rope
 from draftsmith.nn.start import low_rank, own_place, ridge
+from draftsmith.nn.tree import Growth
 from draftsmith.target.weights import Target
 
 RIDGE = 1e-2
@@ -70,6 +71,7 @@ class Eagle3(Draft):
 
     forms = ("engine", "speculators")
     config_class = Eagle3Config
+    trees = True
     d2t: Tensor
     t2d: Tensor
     feature_scale: Tensor
@@ -279,32 +281,60 @@ class Eagle3(Draft):
         return KeyValues(weight.new_empty(shape), weight.new_empty(shape), torch.empty(rows, 0, dtype=torch.bool, device=weight.device))
 
     @torch.inference_mode()
-    def propose(self, context: Context, state: KeyValues, target: Target, width: int, sampling: Sampling) -> Proposal:
+    def propose(self, context: Context, state: KeyValues, target: Target, width: Width, sampling: Sampling) -> Proposal:
         rows = torch.arange(len(context.next_BR), device=context.next_BR.device)
-        place_BR = torch.arange(context.valid_BR.shape[1], device=rows.device) * context.valid_BR
-        last_B = place_BR.max(1).values
+        last_B = (torch.arange(context.valid_BR.shape[1], device=rows.device) * context.valid_BR).max(1).values
         fused_BRH = self.fuse(context.hidden_BRF)
         mixed_BRI = self._mix(target.embed(context.next_BR), fused_BRH)
         state.append(self.rope(self.self_attn.key(mixed_BRI), context.position_BR), self.self_attn.value(mixed_BRI), context.valid_BR)
+        start = fused_BRH[rows, last_B][:, None], mixed_BRI[rows, last_B][:, None], context.position_BR[rows, last_B][:, None]
         kept = len(state)
-        state_B1H, mixed_B1I = fused_BRH[rows, last_B][:, None], mixed_BRI[rows, last_B][:, None]
-        position_B1 = context.position_BR[rows, last_B][:, None]
+        proposal = self._tree(state, target, width, sampling, *start) if isinstance(width, Tree) else self._chain(state, target, width, sampling, *start)
+        state.crop(kept)
+        state.trim()
+        return proposal
+
+    def _chain(self, state: KeyValues, target: Target, width: int, sampling: Sampling, state_B1H: Tensor, mixed_B1I: Tensor, position_B1: Tensor) -> Proposal:
         tokens, probs = [], []
         for k in range(width):
             if k:
-                mixed_B1I = self._mix(target.embed(tokens[-1]), state_B1H)
-                key = self.rope(self.self_attn.key(mixed_B1I), position_B1 + k)
-                state.append(key, self.self_attn.value(mixed_B1I), torch.ones_like(position_B1, dtype=torch.bool))
-            query_B1hd = self.rope(self.self_attn.query(mixed_B1I), position_B1 + k)
-            seen_B1hd = attend(query_B1hd, state.key_BTkd, state.value_BTkd, state.valid_BT[:, None])
-            state_B1H = self._finish(state_B1H, seen_B1hd)
-            token_B1, probs_B1D = draw(self.lm_head(self.norm(state_B1H)), sampling)
+                mixed_B1I = self._follow(state, target, tokens[-1], state_B1H, position_B1 + k)
+            state_B1H, logits_B1D = self._step(state, mixed_B1I, state_B1H, position_B1 + k, state.valid_BT[:, None])
+            token_B1, probs_B1D = draw(logits_B1D, sampling)
             tokens.append(self._target_ids()[token_B1])
             if probs_B1D is not None:
-                probs.append(probs_B1D.new_zeros(len(rows), 1, self.shape.vocab_size).index_copy_(2, self._target_ids(), probs_B1D))
-        state.crop(kept)
-        state.trim()
+                probs.append(probs_B1D.new_zeros(len(token_B1), 1, self.shape.vocab_size).index_copy_(2, self._target_ids(), probs_B1D))
         return Proposal(torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if probs else None)
+
+    def _tree(self, state: KeyValues, target: Target, tree: Tree, sampling: Sampling, state_BMH: Tensor, mixed_BMI: Tensor, position_B1: Tensor) -> Proposal:
+        """A token attends to the context and to its own branch: `branch_BMS` says which of the S tokens followed so far are on it."""
+        growth, known_B1T = Growth(tree.top_k), state.valid_BT[:, None]
+        branch_BMS = known_B1T[:, :, :0]
+        for k in range(tree.depth):
+            seen_BMT = torch.cat((known_B1T.expand(-1, branch_BMS.shape[1], -1), branch_BMS), dim=2)
+            state_BMH, logits_BMD = self._step(state, mixed_BMI, state_BMH, position_B1 + k, seen_BMT)
+            token_BM, above_BM = growth.extend(logits_BMD / (sampling.temperature or 1.0))
+            if k + 1 < tree.depth:
+                state_BMH = state_BMH.gather(1, above_BM[..., None].expand(-1, -1, state_BMH.shape[2]))
+                inherited_BMS = branch_BMS.gather(1, above_BM[..., None].expand(-1, -1, branch_BMS.shape[2]))
+                own_MM = torch.eye(token_BM.shape[1], dtype=torch.bool, device=token_BM.device)
+                branch_BMS = torch.cat((inherited_BMS, own_MM.expand(len(token_BM), -1, -1)), dim=2)
+                mixed_BMI = self._follow(state, target, self._target_ids()[token_BM], state_BMH, position_B1 + k + 1)
+        token_BW, parent_BW = growth.best(tree.nodes)
+        return Proposal(self._target_ids()[token_BW], None, parent_BW)
+
+    def _follow(self, state: KeyValues, target: Target, token_BM: Tensor, state_BMH: Tensor, position_B1: Tensor) -> Tensor:
+        """Take in drafted tokens, all at one position: their keys and values are remembered."""
+        mixed_BMI = self._mix(target.embed(token_BM), state_BMH)
+        key_BMkd = self.rope(self.self_attn.key(mixed_BMI), position_B1.expand_as(token_BM))
+        state.append(key_BMkd, self.self_attn.value(mixed_BMI), torch.ones_like(token_BM, dtype=torch.bool))
+        return mixed_BMI
+
+    def _step(self, state: KeyValues, mixed_BMI: Tensor, state_BMH: Tensor, position_B1: Tensor, seen_BMT: Tensor) -> tuple[Tensor, Tensor]:
+        """The next recurrent states, and the logits of what follows."""
+        query_BMhd = self.rope(self.self_attn.query(mixed_BMI), position_B1.expand(-1, mixed_BMI.shape[1]))
+        state_BMH = self._finish(state_BMH, attend(query_BMhd, state.key_BTkd, state.value_BTkd, seen_BMT))
+        return state_BMH, self.lm_head(self.norm(state_BMH))
 
     # ---- shipping ----
 

@@ -17,17 +17,18 @@ from draftsmith.eval.decode import Decoded
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Figures over some answers at one draft width. `tokens` are completion tokens that verification passes produced (the first one of
-    an answer comes from the prompt's pass)."""
+    """Figures over some answers at one draft width: the most tokens that a pass can accept, of `drafted` that it verifies (as many for a chain). `tokens` are
+    completion tokens that verification passes produced (the first one of an answer comes from the prompt's pass)."""
 
     width: int
     steps: int
     accepted: int
     tokens: int
     histogram: tuple[int, ...]
+    drafted: int | None = None
 
     @staticmethod
-    def of(answers: Iterable[Decoded], width: int) -> Acceptance:
+    def of(answers: Iterable[Decoded], width: int, drafted: int | None = None) -> Acceptance:
         """Count over answers."""
         answers = list(answers)
         lengths = Counter(n for a in answers for n in a.accepted)
@@ -37,6 +38,7 @@ class Acceptance:
             accepted=sum(n * count for n, count in lengths.items()),
             tokens=sum(len(a.token_ids) - 1 for a in answers),
             histogram=tuple(lengths.get(n, 0) for n in range(width + 1)),
+            drafted=drafted,
         )
 
     @property
@@ -57,10 +59,11 @@ class Acceptance:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        drafted = self.steps * (self.width if self.drafted is None else self.drafted)
         return {
-            "acceptance_length": round(self.length, 4), "steps": self.steps, "accepted": self.accepted, "drafted": self.steps * self.width,
+            "acceptance_length": round(self.length, 4), "steps": self.steps, "accepted": self.accepted, "drafted": drafted,
             "tokens_per_step": round(self.tokens / max(self.steps, 1), 4),
-            "acceptance_rate": round(self.accepted / max(self.steps * self.width, 1), 4),
+            "acceptance_rate": round(self.accepted / max(drafted, 1), 4),
             "position_rates": [round(r, 4) for r in self.position_rates],
             "conditional_rates": [round(r, 4) for r in self.conditional_rates], "histogram": list(self.histogram),
         }  # fmt: skip

@@ -1,67 +1,107 @@
-"""Speculative decoding of a chain of drafted tokens, lossless, for one prompt or a batch of them.
+"""Speculative decoding of drafted chains and trees, lossless, for one prompt or a batch of them.
 
-Plain decoding is the case without a draft: the given token alone is verified. Rows of a batch accept different numbers of tokens; what a row rejected
-stays in the caches as an invalid place that masks hide, and places at the end that no row holds are dropped. For one row that is plain cropping.
+Plain decoding is the case without a draft: the given token alone is verified. A chain is the tree with one branch. Of a tree the accepted branch is moved
+to the front of its places in the cache. Rows of a batch accept different numbers of tokens: where a row accepted fewer than another, its places stay in
+the caches as invalid ones that masks hide. For one row nothing stays.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from draftsmith.drafts.base import GREEDY, Context, Draft, DraftState, Sampling
-from draftsmith.eval.verify import verify_greedy, verify_sampled
+from draftsmith.core.types import Proposal
+from draftsmith.drafts.base import GREEDY, Context, Draft, DraftState, Sampling, Tree, Width, depth, drafted
+from draftsmith.eval.verify import verify_choice, verify_sampled
+from draftsmith.target.cache import keep_places
 from draftsmith.target.model import States, TargetModel
 from draftsmith.target.weights import Target
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one verification pass was given and kept: drafted tokens, their parents (empty: a chain), and the places of the accepted ones."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 @dataclass
 class Decoded:
-    """One answer: its tokens (end token included), how many drafted tokens each verification pass accepted, and why it ended."""
+    """One answer: its tokens (end token included), how many drafted tokens each verification pass accepted, why it ended, and what was drafted."""
 
     token_ids: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str = "length"
+    passes: list[Pass] = field(default_factory=list, compare=False)
 
 
 @dataclass
 class Clock:
-    """Seconds spent in the parts of decoding, and passes of each."""
+    """Seconds spent in the parts of decoding: on the prompts, and on drafting and verifying in each pass."""
 
     prefill: float = 0.0
-    verify: float = 0.0
-    draft: float = 0.0
-    passes: int = 0
+    verify: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+
+    @property
+    def passes(self) -> int:
+        """Verification passes."""
+        return len(self.verify)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target, perhaps with a draft of `width` tokens; the end tokens stop an answer."""
+    """A target, perhaps with a draft that drafts `width`; the end tokens stop an answer."""
 
     model: TargetModel
     target: Target
     end_ids: tuple[int, ...]
     draft: Draft | None = None
-    width: int = 0
+    width: Width = 0
     sampling: Sampling = GREEDY
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock | None = None) -> list[Decoded]:
-        """Answers to all prompts, decoded together; one by one where the model cannot hide places, or the window of some blocks could end inside an answer."""
+        """Answers to all prompts, decoded together; one by one where the model cannot hide places, or the window of some blocks could end inside an answer.
+
+        Raises ValueError with the reason for a tree that this target or draft cannot be given.
+        """
+        reason = self.no_trees(max(map(len, prompts), default=0), max_new) if isinstance(self.width, Tree) else None
+        if reason is not None:
+            raise ValueError(f"no trees here: {reason}. Draft chains instead (leave eval.tree out)")
         clock = clock or Clock()
-        window, reach = self.model.window, max(map(len, prompts), default=0) + max_new * (self.width + 1)
-        # Rows of a batch have gaps; windows are masked by places.
-        if len(prompts) > 1 and (not self.model.takes_masks or (window is not None and reach > window)):
+        if len(prompts) > 1 and not self.together(self.reach(max(map(len, prompts)), max_new)):
             return [self.decode([prompt], max_new, clock)[0] for prompt in prompts]
-        rows = _Rows.start(self, prompts, max_new, clock)
+        rows = Rows.start(self, prompts, max_new, clock)
         while len(rows.alive):
             rows.advance()
         return rows.answers
+
+    def reach(self, prompt: int, max_new: int) -> int:
+        """The most places that the cache of a row can have: each pass may leave as many as its longest branch, and the last one holds all it drafted."""
+        return prompt + max_new * (depth(self.width) + 1) + drafted(self.width)
+
+    def together(self, places: int) -> bool:
+        """Whether prompts can be decoded together in a cache of so many places: rows of a batch have gaps, which masks hide, and close windows by places."""
+        return self.model.takes_masks and (self.model.window is None or places <= self.model.window)
+
+    def no_trees(self, longest: int, max_new: int) -> str | None:
+        """Why no trees can be decoded behind prompts of up to `longest` tokens; None when they can."""
+        if self.draft is not None and not self.draft.trees:
+            return f"{type(self.draft).__name__} drafts chains only"
+        if not self.model.takes_masks:
+            return f"{type(self.model.speaker).__name__} counts positions by places and takes no masks, so that branches would disturb each other"
+        window, reach = self.model.window, self.reach(longest, max_new)
+        if window is not None and reach > window:
+            return f"prompts and answers may take {reach:,} places, more than the window of {window:,} tokens of some blocks, which masks close by places"
+        return None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -77,7 +117,7 @@ class Decoder:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Rows still being decoded. `valid_BT`: places of the target's cache that hold real tokens; `length_B`: tokens before `given_B`."""
 
     decoder: Decoder
@@ -93,7 +133,7 @@ class _Rows:
     state: DraftState | None = None
 
     @staticmethod
-    def start(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock) -> _Rows:
+    def start(decoder: Decoder, prompts: Sequence[Sequence[int]], max_new: int, clock: Clock) -> Rows:
         """Run the target over the prompts; its next token is the first given one."""
         began = time.perf_counter()
         device = decoder.model.device
@@ -109,7 +149,7 @@ class _Rows:
         states = decoder.model.run(ids_BT, decoder.layers, place_T.expand(len(prompts), -1), mask, cache)
         last_BH = states.last_BQH[torch.arange(len(prompts)), length_B - 1]
         given_B = decoder.choose(decoder.target.logits(last_BH))
-        rows = _Rows(decoder, [Decoded() for _ in prompts], torch.arange(len(prompts)), max_new, clock, cache, valid_BT, length_B, given_B)
+        rows = Rows(decoder, [Decoded() for _ in prompts], torch.arange(len(prompts)), max_new, clock, cache, valid_BT, length_B, given_B)
         if decoder.draft is not None:
             assert states.hidden_BQF is not None
             following_BT = torch.cat((ids_BT[:, 1:], ids_BT[:, :1]), dim=1)
@@ -120,72 +160,80 @@ class _Rows:
         rows._emit([[t] for t in given_B.tolist()], None)
         return rows
 
-    def advance(self) -> None:
-        """One draft, one verification pass."""
+    def advance(self, width: Width | None = None) -> None:
+        """One draft, of the decoder's width if no other is given, and one verification pass."""
         began = time.perf_counter()
-        drafted_BW, probs_BWV = self._propose()
+        proposal = self._propose(self.decoder.width if width is None else width)
         drawn = time.perf_counter()
-        states, first = self._verify(drafted_BW)
-        logits_BQV = self.decoder.target.logits(states.last_BQH)
-        accepted_B, next_B = self._accept(logits_BQV, drafted_BW, probs_BWV)
-        self._remember(states, first, drafted_BW, accepted_B, next_B)
-        self.clock.draft += drawn - began
-        self.clock.verify += time.perf_counter() - drawn
-        self.clock.passes += 1
-        tokens = torch.cat((drafted_BW, next_B[:, None]), dim=1).tolist()
-        counts = accepted_B.tolist()
-        emitted = [[*row[:n], row[-1]] for row, n in zip(tokens, counts, strict=True)]
-        self._emit(emitted, counts)
+        lineage_BQQ = proposal.lineage
+        ids_BQ = torch.cat((self.given_B[:, None], proposal.tokens_BW), dim=1)
+        states, first = self._verify(ids_BQ, lineage_BQQ, proposal.parent_BW is not None)
+        kept_BQ, next_B = self._accept(self.decoder.target.logits(states.last_BQH), proposal, lineage_BQQ)
+        path_BK, count_B = self._remember(states, first, ids_BQ, kept_BQ, next_B, proposal.parent_BW is not None)
+        self.clock.draft.append(drawn - began)
+        self.clock.verify.append(time.perf_counter() - drawn)
+        self._record(proposal, path_BK, count_B, next_B)
 
-    def _propose(self) -> tuple[Tensor, Tensor | None]:
+    def _propose(self, width: Width) -> Proposal:
         draft = self.decoder.draft
         if draft is None:
-            return self.given_B.new_empty(len(self.given_B), 0), None
+            return Proposal(self.given_B.new_empty(len(self.given_B), 0))
         assert self.context is not None
-        proposal = draft.propose(self.context, self.state, self.decoder.target, self.decoder.width, self.decoder.sampling)
-        return proposal.tokens_BW, proposal.probs_BWV
+        return draft.propose(self.context, self.state, self.decoder.target, width, self.decoder.sampling)
 
-    def _verify(self, drafted_BW: Tensor) -> tuple[States, int]:
-        ids_BQ = torch.cat((self.given_B[:, None], drafted_BW), dim=1)
-        rows, query = ids_BQ.shape
-        first = self.valid_BT.shape[1]
-        order = torch.arange(query, device=ids_BQ.device)
-        mask = None
-        if not bool(self.valid_BT.all()):
-            old = self.valid_BT[:, None].expand(-1, query, -1)
-            new = (order <= order[:, None]).expand(rows, -1, -1)
-            mask = torch.cat((old, new), dim=2)[:, None]
-        return self.decoder.model.run(ids_BQ, self.decoder.layers, self.length_B[:, None] + order, mask, self.cache), first
+    def _verify(self, ids_BQ: Tensor, lineage_BQQ: Tensor, branched: bool) -> tuple[States, int]:
+        first, mask = self.valid_BT.shape[1], None
+        if branched or not bool(self.valid_BT.all()):
+            old = self.valid_BT[:, None].expand(-1, ids_BQ.shape[1], -1)
+            mask = torch.cat((old, lineage_BQQ), dim=2)[:, None]
+        position_BQ = self.length_B[:, None] + lineage_BQQ.sum(2) - 1
+        return self.decoder.model.run(ids_BQ, self.decoder.layers, position_BQ, mask, self.cache), first
 
-    def _accept(self, logits_BQV: Tensor, drafted_BW: Tensor, probs_BWV: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _accept(self, logits_BQV: Tensor, proposal: Proposal, lineage_BQQ: Tensor) -> tuple[Tensor, Tensor]:
         sampling = self.decoder.sampling
         if sampling.temperature == 0:
-            return verify_greedy(logits_BQV.argmax(-1), drafted_BW)
+            return verify_choice(logits_BQV.argmax(-1), proposal.tokens_BW, proposal.parent_BW, lineage_BQQ)
         target_BQV = torch.softmax(logits_BQV.float() / sampling.temperature, dim=-1)
-        if probs_BWV is None:
-            assert not drafted_BW.shape[1], "a draft that samples must return the distributions it drew from"
-            probs_BWV = target_BQV[:, :0]
-        uniform_BW = torch.rand(drafted_BW.shape, generator=sampling.generator, device=drafted_BW.device)
-        return verify_sampled(target_BQV, probs_BWV, drafted_BW, uniform_BW, sampling.generator)
+        if proposal.probs_BWV is None:
+            choice_BQ = torch.multinomial(target_BQV.flatten(0, 1), 1, generator=sampling.generator).view(logits_BQV.shape[:2])
+            return verify_choice(choice_BQ, proposal.tokens_BW, proposal.parent_BW, lineage_BQQ)
+        assert proposal.parent_BW is None, "a tree is chosen, not drawn"
+        uniform_BW = torch.rand(proposal.tokens_BW.shape, generator=sampling.generator, device=logits_BQV.device)
+        accepted_B, next_B = verify_sampled(target_BQV, proposal.probs_BWV, proposal.tokens_BW, uniform_BW, sampling.generator)
+        return torch.arange(logits_BQV.shape[1], device=next_B.device) <= accepted_B[:, None], next_B
 
-    def _remember(self, states: States, first: int, drafted_BW: Tensor, accepted_B: Tensor, next_B: Tensor) -> None:
-        """Mark what was accepted, drop places that no row holds, and keep what the next proposal needs."""
-        order = torch.arange(drafted_BW.shape[1] + 1, device=accepted_B.device)
-        kept_BQ = order <= accepted_B[:, None]
-        self.valid_BT = torch.cat((self.valid_BT, kept_BQ), dim=1)
-        longest = first + int(accepted_B.max()) + 1
-        if longest < self.valid_BT.shape[1]:
-            self.cache.crop(longest - self.valid_BT.shape[1])
-            self.valid_BT = self.valid_BT[:, :longest]
+    def _remember(self, states: States, first: int, ids_BQ: Tensor, kept_BQ: Tensor, next_B: Tensor, branched: bool) -> tuple[Tensor, Tensor]:
+        """Keep the accepted branches at the front of the new places, and what the next proposal needs. Returns the branches (the given token first) and their
+        lengths."""
+        count_B = kept_BQ.sum(1)
+        longest = int(count_B.max())
+        path_BK = kept_BQ.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
+        order_K = torch.arange(longest, device=ids_BQ.device)
+        real_BK = order_K < count_B[:, None]
+        self.valid_BT = torch.cat((self.valid_BT, real_BK), dim=1)
+        if branched:
+            keep_places(self.cache, first, path_BK)
+        elif longest < ids_BQ.shape[1]:
+            self.cache.crop(longest - ids_BQ.shape[1])
         if self.decoder.draft is not None:
             assert states.hidden_BQF is not None
-            following_BQ = torch.cat((drafted_BW, next_B[:, None]), dim=1)
-            following_BQ[torch.arange(len(next_B)), accepted_B] = next_B
-            self.context = Context(states.hidden_BQF, following_BQ, self.length_B[:, None] + order, kept_BQ)
-        self.length_B = self.length_B + accepted_B + 1
+            hidden_BKF = states.hidden_BQF.gather(1, path_BK[..., None].expand(-1, -1, states.hidden_BQF.shape[2]))
+            following_BK = ids_BQ.gather(1, path_BK).roll(-1, dims=1)
+            following_BK[torch.arange(len(next_B)), count_B - 1] = next_B
+            self.context = Context(hidden_BKF, following_BK, self.length_B[:, None] + order_K, real_BK)
+        self.length_B = self.length_B + count_B
         self.given_B = next_B
+        return path_BK, count_B
 
-    def _emit(self, tokens: list[list[int]], accepted: list[int] | None) -> None:
+    def _record(self, proposal: Proposal, path_BK: Tensor, count_B: Tensor, next_B: Tensor) -> None:
+        """Emit what was accepted and the target's own token, and note the passes."""
+        tokens, following = proposal.tokens_BW.tolist(), next_B.tolist()
+        parents = [()] * len(tokens) if proposal.parent_BW is None else proposal.parent_BW.tolist()
+        paths = [[place - 1 for place in path[1:n]] for path, n in zip(path_BK.tolist(), count_B.tolist(), strict=True)]
+        passes = [Pass(tuple(t), tuple(p), tuple(a)) for t, p, a in zip(tokens, parents, paths, strict=True)]
+        self._emit([[*(row[w] for w in path), last] for row, path, last in zip(tokens, paths, following, strict=True)], passes)
+
+    def _emit(self, tokens: list[list[int]], passes: list[Pass] | None) -> None:
         """Append tokens up to an end token or the limit; rows that ended leave the batch."""
         going: list[int] = []
         for i, row in enumerate(self.alive.tolist()):
@@ -194,8 +242,10 @@ class _Rows:
             ends = [n for n, token in enumerate(fresh) if token in self.decoder.end_ids]
             fresh = fresh[: ends[0] + 1] if ends else fresh
             answer.token_ids += fresh
-            if accepted is not None:
-                answer.accepted.append(min(accepted[i], len(fresh)))
+            if passes is not None:
+                emitted = passes[i].accepted[: len(fresh)]
+                answer.accepted.append(len(emitted))
+                answer.passes.append(replace(passes[i], accepted=emitted))
             if ends:
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) < self.max_new:

@@ -1,161 +1,192 @@
-"""The acceptance report: held-out prompts decoded with and without the draft, batched for acceptance, one by one for the clock."""
+"""The acceptance report: prompts decoded with and without the draft, batched for acceptance, one by one for the clock."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from draftsmith.core.config import Config, Positive
-from draftsmith.core.log import progress, table
+from draftsmith.core.log import progress, warn
+from draftsmith.drafts.base import Sampling, Tree, Width, depth, drafted
 from draftsmith.eval.acceptance import Acceptance
-from draftsmith.eval.decode import Clock, Decoded, Decoder
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.decode import Decoded, Decoder, Pass
+from draftsmith.eval.prompts import Prompt, spread
+from draftsmith.eval.sweep import best, curve, measure_costs, places, widths_of
 
-_REPEATS = 8
-"""Passes timed for each width when costs are measured."""
-
-
-class EvalConfig(Config):
-    """How drafts are judged."""
-
-    width: Positive = 5
-    """Drafted tokens per step for the acceptance figures."""
-    max_new: Positive = 160
-    """Longest answer in tokens."""
-    batch: Positive = 64
-    """Prompts decoded together for the acceptance figures: below about 50 rows a CPU multiplies at a fraction of its rate."""
-    timed_prompts: Positive = 10
-    """Prompts decoded alone, plain and speculative in turn, for the wall-clock figures."""
-    timed_tokens: Positive = 80
-    """Longest answer of those."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "float32"
-    """Decoding dtype. In float32 speculative output equals plain output token for token."""
-    prompts: Positive | None = None
-    """Use this many held-out prompts, evenly spread; all when absent."""
+GREEDY_RULE = "greedy: equal to the target's arg-max"
+DRAWN_RULE = "sampling: accepted with probability min(1, p/q), replaced from max(p - q, 0)"
+CHOSEN_RULE = "sampling: equal to the token drawn from the target"
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Token ids up to where the target answers; `kind` groups figures."""
+class Batched:
+    """Answers of one way of decoding in the order of the prompts, and the seconds they took in batches."""
 
-    id: str
-    kind: str
-    token_ids: tuple[int, ...]
+    answers: list[Decoded]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(len(a.token_ids) for a in self.answers) / self.seconds
 
 
 def evaluate(plain: Decoder, speculative: Decoder, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, Any]:
-    """Everything of the report that decoding can tell; `speculative` differs from `plain` in its draft alone."""
-    plain_answers = _batched("plain", plain, prompts, config)
-    answers = _batched("draft", speculative, prompts, config)
-    differing = [p.id for p, a, b in zip(prompts, plain_answers, answers, strict=True) if a.token_ids != b.token_ids]
-    overall = Acceptance.of(answers, config.width)
-    kinds = sorted({p.kind for p in prompts})
-    by_kind = {k: Acceptance.of((a for p, a in zip(prompts, answers, strict=True) if p.kind == k), config.width) for k in kinds}
-    timed = spread(prompts, config.timed_prompts)
-    costs = measure_costs(speculative, timed[0], config.width)
-    width, predicted = best_width(overall, costs)
-    clock = _race(plain, _with_width(speculative, width), timed, config.timed_tokens)
-    differing += [i for i in clock.pop("differing") if i not in differing]
+    """Everything of the report that decoding can tell; `speculative` differs from `plain` in its draft alone. Trees that target or draft cannot do are
+    left out with a warning and their reason."""
+    ways: dict[str, Width] = {"chain": config.width}
+    reason = None
+    if config.tree is not None:
+        passes = max(config.max_new, config.timed_tokens, (config.rounds + 1) * len(widths_of(config.tree)))
+        reason = replace(speculative, width=config.tree).no_trees(max(len(p.token_ids) for p in prompts), passes)
+        if reason is None:
+            ways["tree"] = config.tree
+        else:
+            warn(f"no trees here, chains alone: {reason}")
+    base = _batched("plain", _seeded(plain, config, 0), prompts, config)
+    judged = {name: _judge(name, plain, speculative, width, base, prompts, config) for name, width in ways.items()}
+    race = _race(plain, speculative, {name: j["recommended"] for name, j in judged.items()}, prompts, config)
+    differing = _finish(judged, race)
+    chain = judged["chain"]
     return {
-        "acceptance_length": round(overall.length, 4), "speedup": clock["speedup"], "greedy_identical": not differing, "prompts": len(prompts),
-        "draft_tokens": config.width, "temperature": 0.0, "acceptance_rule": "greedy: equal to the target's arg-max",
-        "answer_tokens": sum(len(a.token_ids) for a in answers), "differing_prompts": differing,
-        "acceptance": overall.as_dict(), "by_kind": {k: a.as_dict() | {"prompts": sum(p.kind == k for p in prompts)} for k, a in by_kind.items()},
-        "best_width": width, "predicted_speedup": predicted, "costs_ms": costs, "wall_clock": clock, "dtype": config.dtype,
+        "acceptance_length": chain["acceptance"]["acceptance_length"], "speedup": chain["wall_clock"]["speedup"],
+        "greedy_identical": None if config.temperature else not differing, "prompts": len(prompts), "draft_tokens": config.width,
+        "temperature": config.temperature, "seed": config.seed, "acceptance_rule": chain["acceptance_rule"], "answer_tokens": chain["answer_tokens"],
+        "differing_prompts": differing, "acceptance": chain["acceptance"], "by_kind": chain["by_kind"],
+        "best_width": chain["curve"][best(chain["curve"])]["drafted"], "predicted_speedup": [p["speedup"] for p in chain["curve"]],
+        "costs_ms": {"verify": [chain["plain_ms"], *(p["verify_ms"] for p in chain["curve"])], "draft": [p["draft_ms"] for p in chain["curve"]]},
+        "wall_clock": chain["wall_clock"], "dtype": config.dtype, "threads": torch.get_num_threads(),
+        "plain_batched_tokens_per_second": round(base.rate, 2), "no_trees": reason, **{f"of_{name}s": j for name, j in judged.items()},
     }  # fmt: skip
 
 
-def spread(items: Sequence[Any], count: int | None) -> list[Any]:
-    """`count` items at even distances; all when None."""
-    if count is None or count >= len(items):
-        return list(items)
-    return [items[int((i + 0.5) * len(items) / count)] for i in range(count)]
+def _judge(name: str, plain: Decoder, speculative: Decoder, width: Width, base: Batched, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, Any]:
+    """Acceptance, batched speed and predicted speedups of chains or trees."""
+    decoder = replace(speculative, width=width)
+    batched = _batched(name, _seeded(decoder, config, 1), prompts, config)
+    widths, answers = widths_of(width), batched.answers
+    lengths = spread([p.token_ids for p in prompts], config.timed_prompts)
+    one = measure_costs(_seeded(plain, config, 2), _seeded(decoder, config, 3), lengths[:1], widths, config.rounds)
+    points = curve(answers, one)
+    recommended = widths[best(points)]
+    kinds = sorted({p.kind for p in prompts})
+    of_kind = {k: [a for p, a in zip(prompts, answers, strict=True) if p.kind == k] for k in kinds}
+    shown = spread([(p, a) for k in kinds for p, a in zip(prompts, answers, strict=True) if p.kind == k], config.examples)
+    found: dict[str, Any] = {
+        "width": width.model_dump() if isinstance(width, Tree) else width, "acceptance_rule": _rule(width, config),
+        "answer_tokens": sum(len(a.token_ids) for a in answers), "acceptance": Acceptance.of(answers, depth(width), drafted(width)).as_dict(),
+        "by_kind": {k: Acceptance.of(of_kind[k], depth(width), drafted(width)).as_dict() | {"prompts": len(of_kind[k])} for k in kinds},
+        "differing": [] if config.temperature else [p.id for p, a, b in zip(prompts, base.answers, answers, strict=True) if a.token_ids != b.token_ids],
+        "batch": config.batch, "batched_tokens_per_second": round(batched.rate, 2), "batched_speedup": round(batched.rate / base.rate, 4),
+        "plain_ms": one.plain, "curve": points, "recommended": recommended, "batch_curve": None, "examples": [_example(p, a) for p, a in shown],
+    }  # fmt: skip
+    rows = spread([p.token_ids for p in prompts], config.batch)
+    rounds = -(-config.rounds // 2)
+    if config.batch_costs and len(rows) > 1 and decoder.together(max(map(len, rows)) + places(widths, rounds)):
+        many = measure_costs(_seeded(plain, config, 4), _seeded(decoder, config, 5), rows, widths, rounds)
+        found["batch_curve"] = {"rows": many.rows, "plain_ms": many.plain, "points": curve(answers, many)}
+    return found
 
 
-def measure_costs(decoder: Decoder, prompt: Prompt, width: int) -> dict[str, list[float]]:
-    """Milliseconds of a verification pass over 1 … width + 1 tokens, and of drafting 1 … width tokens, after this prompt."""
-    verify, draft = [], []
-    for w in range(width + 1):
-        timed = Decoder(decoder.model, decoder.target, (), decoder.draft if w else None, w)
-        clock = Clock()
-        timed.decode([prompt.token_ids], _REPEATS * (w + 1), clock)
-        verify.append(round(1e3 * clock.verify / clock.passes, 2))
-        if w:
-            draft.append(round(1e3 * clock.draft / clock.passes, 2))
-    return {"verify": verify, "draft": draft}
+def _rule(width: Width, config: EvalConfig) -> str:
+    return GREEDY_RULE if config.temperature == 0 else CHOSEN_RULE if isinstance(width, Tree) else DRAWN_RULE
 
 
-def best_width(acceptance: Acceptance, costs: dict[str, list[float]]) -> tuple[int, list[float]]:
-    """The width with the highest predicted speedup, and the prediction for each width from 1 on."""
-    rates = acceptance.position_rates
-    plain = costs["verify"][0]
-    predicted = [round((1 + sum(rates[:w])) * plain / (costs["verify"][w] + costs["draft"][w - 1]), 3) for w in range(1, acceptance.width + 1)]
-    return 1 + max(range(len(predicted)), key=predicted.__getitem__), predicted
+def _seeded(decoder: Decoder, config: EvalConfig, use: int) -> Decoder:
+    """With a generator of its own, so that no figure depends on what was decoded before."""
+    if config.temperature == 0:
+        return decoder
+    generator = torch.Generator(decoder.model.device).manual_seed(1000 * config.seed + use)
+    return replace(decoder, sampling=Sampling(config.temperature, generator))
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the report as one table."""
-    width = report["draft_tokens"]
-    header = ["prompts", "number", "acceptance length", *(f"@{k}" for k in range(1, width + 1))]
-    rows = [[kind, a["prompts"], *_cells(a)] for kind, a in report["by_kind"].items()]
-    rows.append(["all", report["prompts"], *_cells(report["acceptance"])])
-    table(f"Held-out prompts, {width} drafted tokens, greedy, {report['dtype']}; @k: accepted at position k / passes", header, rows)
-    clock = report["wall_clock"]
-    same = "all" if report["greedy_identical"] else f"all but {len(report['differing_prompts'])}"
-    rows = [
-        ["plain", f"{clock['plain_tokens_per_second']:.1f}", "1.00", ""],
-        [f"speculative, {report['best_width']} drafted", f"{clock['tokens_per_second']:.1f}", f"{report['speedup']:.2f}", f"{same} equal to plain greedy"],
-    ]
-    table(f"One prompt at a time ({clock['prompts']} prompts)", ["decoding", "tokens/s", "speedup", "outputs"], rows)
-
-
-def _cells(acceptance: dict[str, Any]) -> list[str]:
-    return [f"{acceptance['acceptance_length']:.2f}", *(f"{r:.0%}" for r in acceptance["position_rates"])]
-
-
-def _batched(title: str, decoder: Decoder, prompts: Sequence[Prompt], config: EvalConfig) -> list[Decoded]:
-    """All prompts, in batches of similar length; answers in the order of the prompts."""
+def _batched(title: str, decoder: Decoder, prompts: Sequence[Prompt], config: EvalConfig) -> Batched:
+    """All prompts, in batches of similar length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     answers: dict[int, Decoded] = {}
+    began = time.perf_counter()
     with progress(title, len(prompts), "prompts") as advance:
         for start in range(0, len(order), config.batch):
             rows = order[start : start + config.batch]
             decoded = decoder.decode([prompts[i].token_ids for i in rows], config.max_new)
             answers |= dict(zip(rows, decoded, strict=True))
             advance(len(rows))
-    return [answers[i] for i in range(len(prompts))]
+    return Batched([answers[i] for i in range(len(prompts))], time.perf_counter() - began)
 
 
-def _race(plain: Decoder, speculative: Decoder, prompts: Sequence[Prompt], max_new: int) -> dict[str, Any]:
-    """Both on the same prompts in turn, after one unmeasured answer each."""
-    seconds = {"plain": 0.0, "speculative": 0.0}
-    tokens, differing = 0, []
-    runs: dict[str, Callable[[Prompt], list[int]]] = {
-        "plain": lambda p: plain.decode([p.token_ids], max_new)[0].token_ids,
-        "speculative": lambda p: speculative.decode([p.token_ids], max_new)[0].token_ids,
-    }
-    for run in runs.values():
-        run(prompts[0])
-    with progress("race", len(prompts), "prompts") as advance:
-        for prompt in prompts:
-            outputs = []
-            for name, run in runs.items():
+@dataclass
+class Lap:
+    """One way of decoding in the race."""
+
+    decoder: Decoder
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+def _race(plain: Decoder, speculative: Decoder, widths: Mapping[str, Width], prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, Any]:
+    """Every way on the same prompts in turn, after one unmeasured answer each: tokens, seconds, and prompts whose text is not that of plain decoding."""
+    timed = spread(prompts, config.timed_prompts)
+    laps = {"plain": Lap(_seeded(plain, config, 6))}
+    laps |= {name: Lap(_seeded(replace(speculative, width=width), config, 7 + n)) for n, (name, width) in enumerate(widths.items())}
+    differing: dict[str, list[str]] = {name: [] for name in laps}
+    for lap in laps.values():
+        lap.decoder.decode([timed[0].token_ids], config.timed_tokens)
+    with progress("race", len(timed), "prompts") as advance:
+        for prompt in timed:
+            outputs: dict[str, list[int]] = {}
+            for name, lap in laps.items():
                 began = time.perf_counter()
-                outputs.append(run(prompt))
-                seconds[name] += time.perf_counter() - began
-            tokens += len(outputs[0])
-            if outputs[0] != outputs[1]:
-                differing.append(prompt.id)
+                outputs[name] = lap.decoder.decode([prompt.token_ids], config.timed_tokens)[0].token_ids
+                lap.seconds += time.perf_counter() - began
+                lap.tokens += len(outputs[name])
+                if not config.temperature and outputs[name] != outputs["plain"]:
+                    differing[name].append(prompt.id)
             advance(1)
+    return {"prompts": len(timed), "laps": laps, "differing": differing}
+
+
+def _finish(judged: dict[str, dict[str, Any]], race: dict[str, Any]) -> list[str]:
+    """Put the race's figures beside the predictions; returns the prompts whose output differs from plain greedy anywhere."""
+    plain, everywhere = race["laps"]["plain"], dict[str, None]()
+    for name, found in judged.items():
+        lap, point = race["laps"][name], found["curve"][best(found["curve"])]
+        found["wall_clock"] = {
+            "prompts": race["prompts"], "tokens": lap.tokens, "threads": torch.get_num_threads(),
+            "plain_tokens_per_second": round(plain.tokens / plain.seconds, 2), "tokens_per_second": round(lap.tokens / lap.seconds, 2),
+            "speedup": round((lap.tokens / lap.seconds) / (plain.tokens / plain.seconds), 4), "predicted_speedup": point["speedup"],
+        }  # fmt: skip
+        found["recommended"] = point["drafted"]
+        everywhere |= dict.fromkeys((*found.pop("differing"), *race["differing"][name]))
+    return list(everywhere)
+
+
+def _example(prompt: Prompt, answer: Decoded) -> dict[str, Any]:
+    """A prompt and its answer pass by pass: accepted tokens, rejected ones, and the target's own that followed (none where the answer ended before it)."""
+    tokens, passes = list(answer.token_ids), []
+    at = 1
+    for one in answer.passes:
+        accepted = [one.tokens[place] for place in one.accepted]
+        at += len(accepted)
+        own = tokens[at : at + 1]
+        at += len(own)
+        passes.append([accepted, _rejected(one) if own else [], own])
     return {
-        "prompts": len(prompts), "tokens": tokens, "differing": differing, "threads": torch.get_num_threads(),
-        "plain_tokens_per_second": round(tokens / seconds["plain"], 2), "tokens_per_second": round(tokens / seconds["speculative"], 2),
-        "speedup": round(seconds["plain"] / seconds["speculative"], 4),
-    }  # fmt: skip
+        "id": prompt.id,
+        "kind": prompt.kind,
+        "prompt": list(prompt.token_ids),
+        "first": tokens[:1],
+        "passes": passes,
+        "finish_reason": answer.finish_reason,
+    }
 
 
-def _with_width(decoder: Decoder, width: int) -> Decoder:
-    return Decoder(decoder.model, decoder.target, decoder.end_ids, decoder.draft, width, decoder.sampling)
+def _rejected(one: Pass) -> list[int]:
+    """Of a chain what was not accepted; of a tree the tokens that were offered where its accepted branch ended."""
+    if not one.parents:
+        return list(one.tokens[len(one.accepted) :])
+    end = one.accepted[-1] if one.accepted else -1
+    return [token for token, parent in zip(one.tokens, one.parents, strict=True) if parent == end]

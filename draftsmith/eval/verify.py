@@ -1,22 +1,32 @@
 """Verification of drafted tokens, as pure functions: the output is distributed exactly as the target's own.
 
-Greedy: keep drafted tokens while they are the target's arg-max. Sampling: Leviathan et al., arXiv 2211.17192, algorithm 1.
+Greedy: keep drafted tokens while they are the target's arg-max. Sampling, a chain of drawn tokens: Leviathan et al., arXiv 2211.17192, algorithm 1.
+Sampling, tokens that were chosen and not drawn, as a tree's are: draw the target's own token at every place, and keep drafted tokens while they are that one.
+Every output is then the target's own draw. It is the recursive rejection of SpecInfer (arXiv 2305.09781, algorithm 2) and of EAGLE-2's code for a draft
+without chance: a candidate x is accepted with probability p(x), else removed from p, which is renormalised, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-def verify_greedy(choice_BQ: Int[Tensor, "B Q"], drafted_BW: Int[Tensor, "B W"]) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """`choice_BQ` (Q = W + 1): the target's arg-max after the given token and after each drafted one.
+def verify_choice(
+    choice_BQ: Int[Tensor, "B Q"], drafted_BW: Int[Tensor, "B W"], parent_BW: Int[Tensor, "B W"] | None, lineage_BQQ: Bool[Tensor, "B Q Q"]
+) -> tuple[Bool[Tensor, "B Q"], Int[Tensor, " B"]]:
+    """`choice_BQ` (Q = W + 1): the target's own token after the given one and after each drafted one, its arg-max or drawn from its distribution.
 
-    Returns how many drafted tokens are accepted, and the target's own token that follows them.
+    A drafted token is kept when it and all before it on its branch are what the target chose there; with one branch these are the first ones. Returns
+    what is kept, the given token included, and the target's own token that follows. `parent_BW` and `lineage_BQQ` are those of the `Proposal`.
     """
-    accepted_B = (choice_BQ[:, :-1] == drafted_BW).cumprod(dim=1).sum(dim=1)
-    return accepted_B, choice_BQ.gather(1, accepted_B[:, None])[:, 0]
+    before_BW = choice_BQ[:, :-1] if parent_BW is None else choice_BQ.gather(1, parent_BW + 1)
+    wrong_BQ = torch.nn.functional.pad(before_BW != drafted_BW, (1, 0))
+    kept_BQ = ~(lineage_BQQ & wrong_BQ[:, None]).any(dim=2)
+    place_Q = torch.arange(choice_BQ.shape[1], device=choice_BQ.device)
+    last_B = (place_Q * kept_BQ).max(dim=1).values
+    return kept_BQ, choice_BQ.gather(1, last_B[:, None])[:, 0]
 
 
 def verify_sampled(

@@ -41,6 +41,15 @@ class GrowingLayer(DynamicLayer):
             buffer[:, :, :old] = kept
         return buffer
 
+    def keep(self, first: int, place_BK: Tensor) -> None:
+        """From `first` on keep the places `first + place_BK` alone, in this order."""
+        if not self.is_initialized:
+            return
+        for states in (self.keys, self.values):
+            index = place_BK[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+            states[:, :, first : first + place_BK.shape[1]] = states[:, :, first:].gather(2, index)
+        self.keys, self.values = (states[:, :, : first + place_BK.shape[1]] for states in (self.keys, self.values))
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
         super().batch_select_indices(indices)
@@ -50,3 +59,10 @@ class GrowingLayer(DynamicLayer):
 def growing_cache(layers: int) -> Cache:
     """An empty cache for a target with this many decoder blocks."""
     return Cache(layers=[GrowingLayer() for _ in range(layers)])
+
+
+def keep_places(cache: Cache, first: int, place_BK: Tensor) -> None:
+    """Of the places from `first` on, keep `first + place_BK` of each row in every layer, in this order: the accepted branch of a tree."""
+    for layer in cache.layers:
+        assert isinstance(layer, GrowingLayer)
+        layer.keep(first, place_BK)

@@ -224,11 +224,11 @@ def test_the_same_decoder_answers_twice_alike(world: World, trained_draft: Draft
 
 @pytest.fixture
 def accept_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def everything(choice: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((len(drafted),), drafted.shape[1]), choice[:, -1]
+    def everything(choice: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones_like(choice, dtype=torch.bool), choice[:, -1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "verify_greedy", everything)
+        patch.setattr(decode, "verify_choice", everything)
         yield
 
 

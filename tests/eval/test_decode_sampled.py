@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.core.types import Proposal
-from draftsmith.drafts.base import Context, Sampling
+from draftsmith.drafts.base import Context, Sampling, Tree, Width
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.eval import decode
 from draftsmith.eval.decode import Decoded, Decoder
@@ -71,7 +71,7 @@ def tally(answers: list[Decoded]) -> Tensor:
     return torch.bincount(place, minlength=VOCABULARY**TOKENS)
 
 
-def decoder(small: tuple[TargetModel, Target], draft: object, width: int, temperature: float = 1.0, seed: int = 0, end_ids: tuple[int, ...] = ()) -> Decoder:
+def decoder(small: tuple[TargetModel, Target], draft: object, width: Width, temperature: float = 1.0, seed: int = 0, end_ids: tuple[int, ...] = ()) -> Decoder:
     return Decoder(*small, end_ids, draft, width, Sampling(temperature, torch.Generator().manual_seed(seed)))  # type: ignore[arg-type]
 
 
@@ -79,8 +79,14 @@ def test_plain_sampling_draws_from_the_target(small: tuple[TargetModel, Target])
     assert p_value(tally(decoder(small, None, 0).decode([PROMPT] * ROWS, TOKENS)), exact(small, 1.0)) > LIMIT
 
 
-@pytest.mark.parametrize(("width", "temperature"), [(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.6), (2, 1.7)])
-def test_speculative_sampling_draws_from_the_target(small: tuple[TargetModel, Target], eagle3: Eagle3, width: int, temperature: float) -> None:
+BUSHY, BROAD = Tree(nodes=7, top_k=3, depth=2), Tree(nodes=6, top_k=6, depth=1)
+
+
+@pytest.mark.parametrize(
+    ("width", "temperature"),
+    [(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.6), (2, 1.7), (BUSHY, 1.0), (BUSHY, 0.6), (BROAD, 1.7), (Tree(nodes=3, top_k=1, depth=3), 1.0)],
+)
+def test_speculative_sampling_draws_from_the_target(small: tuple[TargetModel, Target], eagle3: Eagle3, width: Width, temperature: float) -> None:
     answers = decoder(small, eagle3, width, temperature).decode([PROMPT] * ROWS, TOKENS)
     assert p_value(tally(answers), exact(small, temperature)) > LIMIT
     passes = [n for a in answers for n in a.accepted]
@@ -141,6 +147,30 @@ def test_a_wrong_verifier_is_seen(small: tuple[TargetModel, Target], eagle3: Eag
     """Planted faults."""
     monkeypatch.setattr(decode, "verify_sampled", fault)
     assert p_value(tally(decoder(small, eagle3, 2).decode([PROMPT] * ROWS, TOKENS)), exact(small, 1.0)) < LIMIT
+
+
+def first_branch(choice: Tensor, drafted: Tensor, parent: Tensor, lineage: Tensor) -> Verified:
+    """Sampling that forgets chance: the likeliest token is taken whatever the target drew."""
+    choice = choice.clone()
+    choice[:, 0] = drafted[:, 0]
+    return decode_choice(choice, drafted, parent, lineage)
+
+
+def late(choice: Tensor, drafted: Tensor, parent: Tensor, lineage: Tensor) -> Verified:
+    """Branches are judged by what the target drew after the token itself."""
+    return decode_choice(torch.cat((choice[:, 1:], choice[:, -1:]), 1), drafted, parent, lineage)
+
+
+decode_choice = decode.verify_choice
+
+
+@pytest.mark.parametrize("fault", [first_branch, late])
+def test_a_wrong_verifier_of_trees_is_seen(
+    small: tuple[TargetModel, Target], eagle3: Eagle3, fault: Callable[..., Verified], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted faults."""
+    monkeypatch.setattr(decode, "verify_choice", fault)
+    assert p_value(tally(decoder(small, eagle3, BUSHY).decode([PROMPT] * ROWS, TOKENS)), exact(small, 1.0)) < LIMIT
 
 
 def test_the_generator_alone_decides(small: tuple[TargetModel, Target], eagle3: Eagle3) -> None:

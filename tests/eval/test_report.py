@@ -8,19 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from draftsmith.core import log
+from draftsmith.drafts.base import Tree
 from draftsmith.drafts.eagle3 import Eagle3, Eagle3Config
 from draftsmith.eval import decode, report
 from draftsmith.eval.acceptance import Acceptance
+from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decode import Clock, Decoder
-from draftsmith.eval.report import EvalConfig, Prompt, best_width, evaluate, measure_costs, show, spread
+from draftsmith.eval.prompts import Prompt, spread
+from draftsmith.eval.report import evaluate
+from draftsmith.eval.show import markdown, show
 from draftsmith.target.model import TargetModel
 from draftsmith.target.weights import Target
 
-CONFIG = EvalConfig(width=3, max_new=14, batch=2, timed_prompts=3, timed_tokens=9)
+CONFIG = EvalConfig(width=3, max_new=14, batch=2, timed_prompts=3, timed_tokens=9, rounds=2, examples=2)
+TREE = Tree(nodes=9, top_k=3, depth=3)
 
 
 @pytest.fixture(scope="module")
@@ -56,61 +59,26 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log.console, "_width", 200)
 
 
-def acceptance(*histogram: int) -> Acceptance:
-    accepted = sum(n * count for n, count in enumerate(histogram))
-    return Acceptance(len(histogram) - 1, sum(histogram), accepted, accepted + sum(histogram), histogram)
-
-
-def test_best_width_by_hand() -> None:
-    found = acceptance(2, 2, 2, 4)  # rates 0.8, 0.6, 0.4
-    width, predicted = best_width(found, {"verify": [10, 11, 12, 20], "draft": [1, 2, 3]})
-    assert predicted == [round(1.8 * 10 / 12, 3), round(2.4 * 10 / 14, 3), round(2.8 * 10 / 23, 3)]
-    assert width == 2
-
-
-def test_best_width_prefers_fewer_tokens_among_equals_and_is_at_least_one() -> None:
-    assert best_width(acceptance(1, 0, 0), {"verify": [10, 10, 10], "draft": [1, 1]})[0] == 1
-
-
-def test_spread_by_hand() -> None:
-    assert spread("abcdefghij", 3) == ["b", "f", "i"]
-    assert spread("abc", 1) == ["b"]
-    assert spread("abc", None) == spread("abc", 3) == spread("abc", 9) == ["a", "b", "c"]
-
-
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_spread_keeps_order_and_distances(size: int, count: int) -> None:
-    found = spread(range(size), count)
-    assert len(found) == min(size, count)
-    gaps = {b - a for a, b in itertools.pairwise(found)}
-    assert all(g >= 1 for g in gaps)
-    assert max(gaps, default=0) - min(gaps, default=0) <= 1
-
-
 @pytest.mark.usefixtures("ticks")
-def test_costs_are_milliseconds_a_pass(speculative: Decoder, prompts: list[Prompt]) -> None:
-    """Each pass reads the clock before drafting, between, and at its end: one second each."""
-    assert measure_costs(speculative, prompts[0], 3) == {"verify": [1000.0] * 4, "draft": [1000.0] * 3}
-
-
-@pytest.mark.usefixtures("ticks")
-def test_the_race_measures_both_decoders_on_the_same_prompts(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
-    found = evaluate(plain, speculative, prompts, CONFIG)
+def test_the_race_measures_every_way_on_the_same_prompts(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
+    found = evaluate(plain, speculative, prompts, CONFIG.model_copy(update={"tree": TREE}))
+    chain = Decoder(speculative.model, speculative.target, (), speculative.draft, found["best_width"])
+    tree = Decoder(speculative.model, speculative.target, (), speculative.draft, TREE.model_copy(update={"nodes": found["of_trees"]["recommended"]}))
     seconds, tokens = [], 0
-    at_best = Decoder(speculative.model, speculative.target, (), speculative.draft, found["best_width"])
-    for decoder in (plain, at_best):
+    for decoder in (plain, chain, tree):
         seconds.append(0)
         for prompt in spread(prompts, 3):
             clock = Clock()
             answer = decoder.decode([prompt.token_ids], 9, clock)[0]
             seconds[-1] += 3 * clock.passes + 2 + 1  # readings: of each pass, of the prompt's pass, and the last one of the race
             tokens += len(answer.token_ids)
-    clock = found["wall_clock"]
-    assert clock["prompts"] == 3
-    assert clock["tokens"] == tokens / 2 == 27
-    assert clock["plain_tokens_per_second"] == round(27 / seconds[0], 2)
-    assert clock["tokens_per_second"] == round(27 / seconds[1], 2)
-    assert found["speedup"] == clock["speedup"] == round(seconds[0] / seconds[1], 4)
+    assert tokens / 3 == 27
+    for clock, own in ((found["wall_clock"], seconds[1]), (found["of_trees"]["wall_clock"], seconds[2])):
+        assert (clock["prompts"], clock["tokens"]) == (3, 27)
+        assert clock["plain_tokens_per_second"] == round(27 / seconds[0], 2)
+        assert clock["tokens_per_second"] == round(27 / own, 2)
+        assert clock["speedup"] == round(seconds[0] / own, 4)
+    assert found["speedup"] == found["wall_clock"]["speedup"]
 
 
 def test_figures_equal_those_of_prompts_decoded_one_by_one(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
@@ -125,8 +93,11 @@ def test_figures_equal_those_of_prompts_decoded_one_by_one(plain: Decoder, specu
     assert found["greedy_identical"] is True
     assert found["differing_prompts"] == []
     assert (found["prompts"], found["draft_tokens"], found["temperature"], found["answer_tokens"]) == (5, 3, 0.0, 5 * 14)
-    assert {"speedup", "acceptance_rule", "best_width", "predicted_speedup", "costs_ms", "wall_clock", "dtype"} <= set(found)
-    assert 1 <= found["best_width"] <= 3
+    assert {"speedup", "acceptance_rule", "wall_clock", "dtype"} <= set(found)
+    assert len(found["costs_ms"]["verify"]) == 4
+    assert len(found["costs_ms"]["draft"]) == len(found["predicted_speedup"]) == 3
+    assert found["predicted_speedup"][found["best_width"] - 1] == max(found["predicted_speedup"])
+    assert "of_trees" not in found
     assert json.loads(json.dumps(found)) == found, "it is written as JSON"
 
 
@@ -157,7 +128,7 @@ def test_a_difference_that_only_the_race_meets_is_named(plain: Decoder, speculat
 
 def test_a_verifier_that_accepts_everything_is_reported(plain: Decoder, speculative: Decoder, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault in verification itself."""
-    monkeypatch.setattr(decode, "verify_greedy", lambda choice, drafted: (torch.full((len(drafted),), drafted.shape[1]), choice[:, -1]))
+    monkeypatch.setattr(decode, "verify_choice", lambda choice, *_: (torch.ones_like(choice, dtype=torch.bool), choice[:, -1]))
     found = evaluate(plain, speculative, prompts, CONFIG)
     assert found["greedy_identical"] is False
     assert found["differing_prompts"] == [p.id for p in prompts]
@@ -175,3 +146,62 @@ def test_the_table_shows_kinds_rates_and_identity(plain: Decoder, speculative: D
         assert f"{kind} {figures['prompts']} {figures['acceptance_length']:.2f} {rates}" in shown
     assert "all equal to plain greedy" in shown
     assert f"{found['speedup']:.2f}" in shown
+
+
+def test_trees_stand_beside_chains(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
+    chains, both = (evaluate(plain, speculative, prompts, CONFIG.model_copy(update={"tree": t})) for t in (None, TREE))
+    for key in ("acceptance", "by_kind", "answer_tokens", "draft_tokens"):
+        assert chains[key] == both[key]
+    trees = both["of_trees"]
+    alone = [Decoder(speculative.model, speculative.target, (), speculative.draft, TREE).decode([p.token_ids], CONFIG.max_new)[0] for p in prompts]
+    assert trees["acceptance"] == Acceptance.of(alone, 3, 9).as_dict()
+    assert trees["acceptance"]["drafted"] == 9 * trees["acceptance"]["steps"]
+    assert [p["drafted"] for p in trees["curve"]] == [3, 6, 9]
+    assert trees["curve"][-1]["acceptance_length"] == trees["acceptance"]["acceptance_length"]
+    assert both["greedy_identical"] is True
+    assert json.loads(json.dumps(both)) == both
+
+
+def test_trees_that_cannot_be_are_left_out_with_their_reason(
+    plain: Decoder, speculative: Decoder, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Eagle3, "trees", False)
+    found = evaluate(plain, speculative, prompts, CONFIG.model_copy(update={"tree": TREE}))
+    assert found["no_trees"] == "Eagle3 drafts chains only"
+    assert "of_trees" not in found
+    assert "no trees here, chains alone: Eagle3 drafts chains only" in " ".join(capsys.readouterr().err.split())
+    assert "No trees: Eagle3 drafts chains only." in markdown(found)
+
+
+def test_sampled_reports_repeat_with_their_seed_and_claim_no_identity(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
+    config = CONFIG.model_copy(update={"temperature": 1.0, "tree": TREE})
+    first, again, other = (evaluate(plain, speculative, prompts, config.model_copy(update={"seed": s})) for s in (1, 1, 2))
+    assert first["greedy_identical"] is None
+    assert first["differing_prompts"] == []
+    assert first["of_chains"]["examples"] == again["of_chains"]["examples"] != other["of_chains"]["examples"]
+    assert first["of_trees"]["examples"] == again["of_trees"]["examples"]
+    assert first["acceptance_rule"].startswith("sampling: accepted with probability")
+    assert first["of_trees"]["acceptance_rule"] == "sampling: equal to the token drawn from the target"
+
+
+def test_examples_are_the_answers_token_by_token(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
+    found = evaluate(plain, speculative, prompts, CONFIG.model_copy(update={"tree": TREE, "examples": 5}))
+    texts = {p.id: plain.decode([p.token_ids], CONFIG.max_new)[0].token_ids for p in prompts}
+    for key in ("of_chains", "of_trees"):
+        examples = found[key]["examples"]
+        assert sorted(e["id"] for e in examples) == sorted(texts)
+        for example in examples:
+            told = [*example["first"], *(i for accepted, _, own in example["passes"] for i in (*accepted, *own))]
+            assert told == texts[example["id"]]
+            assert all(len(own) == 1 for _, _, own in example["passes"][:-1])
+            assert all(own[0] not in rejected[:1] for _, rejected, own in example["passes"] if own), "a rejected token that is right"
+            if key == "of_chains":
+                assert all(len(accepted) + len(rejected) == 3 for accepted, rejected, own in example["passes"] if own)
+
+
+def test_markdown_keeps_hostile_names_in_their_cells(plain: Decoder, speculative: Decoder, prompts: list[Prompt]) -> None:
+    hostile = [Prompt(p.id, "a|b\n<b>", p.token_ids) for p in prompts]
+    text = markdown(evaluate(plain, speculative, hostile, CONFIG))
+    (row,) = [line for line in text.splitlines() if line.startswith("| a\\|b")]
+    assert row.startswith("| a\\|b &lt;b> | 5 | ")
+    assert "greedy, float32" in text

@@ -12,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftsmith.eval.verify import verify_greedy, verify_sampled
+from draftsmith.core.types import Proposal
+from draftsmith.eval.verify import verify_choice, verify_sampled
 
 DRAWS = 60_000
 VOCABULARY = 5
+
+
+def verify_chain(choice_BQ: Tensor, drafted_BW: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of chains are kept, and what follows them."""
+    proposal = Proposal(drafted_BW)
+    kept_BQ, next_B = verify_choice(choice_BQ, drafted_BW, None, proposal.lineage)
+    assert torch.equal(kept_BQ.int(), kept_BQ.int().cumprod(1)), "of a chain the first tokens are kept"
+    return kept_BQ.sum(1) - 1, next_B
 
 
 def greedy_by_loop(choice: list[int], drafted: list[int]) -> tuple[int, int]:
@@ -31,13 +40,13 @@ def test_greedy_keeps_the_longest_prefix_that_the_target_chooses(width: int, row
     token = st.integers(0, 2)
     choice = data.draw(st.lists(st.lists(token, min_size=width + 1, max_size=width + 1), min_size=rows, max_size=rows))
     drafted = data.draw(st.lists(st.lists(token, min_size=width, max_size=width), min_size=rows, max_size=rows))
-    accepted_B, next_B = verify_greedy(torch.tensor(choice), torch.tensor(drafted, dtype=torch.long).reshape(rows, width))
+    accepted_B, next_B = verify_chain(torch.tensor(choice), torch.tensor(drafted, dtype=torch.long).reshape(rows, width))
     expected = [greedy_by_loop(c, d) for c, d in zip(choice, drafted, strict=True)]
     assert list(zip(accepted_B.tolist(), next_B.tolist(), strict=True)) == expected
 
 
 def test_a_late_match_after_a_mismatch_counts_nothing() -> None:
-    accepted_B, next_B = verify_greedy(torch.tensor([[7, 8, 9]]), torch.tensor([[6, 8]]))
+    accepted_B, next_B = verify_chain(torch.tensor([[7, 8, 9]]), torch.tensor([[6, 8]]))
     assert (accepted_B.tolist(), next_B.tolist()) == ([0], [7])
 
 
