@@ -43,7 +43,7 @@ def require(package: str) -> None:
 
 
 def drive(driver: str, asked: dict[str, Any], folder: Path, settings: dict[str, str]) -> dict[str, Any]:
-    """Run a driver of this folder under the engines' Python; `settings` are environment variables. Returns what it wrote; a failure shows the end of its log."""
+    """Run a driver of this folder under the engines' Python, with environment variables `settings`. Returns what it wrote; a failure shows its log's end."""
     source, result, log = (folder / f"{driver}.{part}" for part in ("asked.json", "answered.json", "log"))
     source.write_text(json.dumps(asked))
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -73,7 +73,7 @@ class Served:
 
     answers: tuple[Decoded, ...]
     counters: dict[str, Any]
-    runner: str
+    layers: dict[str, Any]
 
 
 def cut(accepted: Sequence[int], length: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Runs under the engines' Python, without Draftsmith: SGLang's own draft class loads an export on a CPU, and drafts with it.
+"""Runs under the engines' Python, without Draftsmith: SGLang's own draft class loads exports on a CPU, and drafts with them.
 
-`python sglang_driver.py ASKED.json ANSWERED.json`. ASKED: {"wheel": the unpacked wheel, "target", "draft", "width", "cases": safetensors with next.I `[T]` and
-hidden.I `[T, F]`}; ANSWERED: {"stubbed", "read": parameters that each tensor went to, "unset": parameters that none did, "captured":
-blocks of the target whose inputs are captured, "proposals"}.
+`python sglang_driver.py ASKED.json ANSWERED.json`. ASKED: {"wheel": the unpacked wheel, "target", "drafts": directories by name, "width", "cases": safetensors
+with next.I `[T]` and hidden.I `[T, F]`}; ANSWERED by the same names: {"read": parameters that each tensor went to, "unset": parameters that none filled,
+"captured": blocks of the target whose inputs are captured, "proposals"}.
 
 Modules that are not installed are replaced in this process alone. All of SGLang's code that runs is its own but one method: its attention back ends want a
 server's key-value pool, so `RadixAttention.forward` is plain causal attention here.
@@ -34,15 +34,11 @@ ABSENT = ("IPython", "gguf", "orjson", "torchvision")
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds absent modules; whatever is imported from them is a class that does nothing."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         del path, target
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ABSENT else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        self.names.append(spec.name)
         module = ModuleType(spec.name)
         module.__getattr__ = _nothing  # type: ignore[method-assign]
         return module
@@ -64,16 +60,21 @@ def _nothing(name: str) -> Nothing:
     return Nothing(name, (), {})
 
 
-def build(target: str, draft: str) -> Any:
-    """The draft class as a server of one process would build it, its parameters filled with NaN."""
+def start(target: str) -> None:
+    """What a server of one process sets up before it builds models."""
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
     publish(ServerArgs(model_path=target, device="cpu", dtype="float32", attention_backend="torch_native"), role="scheduler", ranks=SpawnRanks(0))
     init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/meeting", 0, "gloo")
     initialize_model_parallel(backend="gloo")
+
+
+def build(draft: str) -> Any:
+    """The draft class, its parameters filled with NaN."""
+    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+
     model = LlamaForCausalLMEagle3(AutoConfig.from_pretrained(draft))
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
@@ -85,10 +86,10 @@ def load(model: Any, tensors: dict[str, Tensor]) -> tuple[dict[str, list[str]], 
     read = {}
     for name, tensor in tensors.items():
         before = {n: int(p.isnan().sum()) for n, p in model.named_parameters()}
-        had_map = model.hot_token_id is not None
+        mapped = model.hot_token_id is not None
         model.load_weights([(name, tensor)])
         read[name] = [n for n, p in model.named_parameters() if int(p.isnan().sum()) != before[n]]
-        if model.hot_token_id is not None and not had_map:
+        if model.hot_token_id is not None and not mapped:
             read[name].append("hot_token_id")
     return read, [n for n, p in model.named_parameters() if bool(p.isnan().any())]
 
@@ -124,21 +125,24 @@ def captured(draft: str) -> list[int]:
     return target.model.layers_to_capture
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
+def answer(draft: str, cases: dict[str, Tensor], width: int) -> dict[str, Any]:
     """Build, load, draft."""
-    stubs = Stubs()
-    sys.meta_path.append(stubs)
+    model = build(draft)
+    read, unset = load(model, load_file(Path(draft) / "model.safetensors"))
+    proposals = [propose(model, cases[f"next.{i}"], cases[f"hidden.{i}"], width) for i in range(len(cases) // 2)] if model.hot_token_id is not None else []
+    return {"read": read, "unset": unset, "captured": captured(draft), "proposals": proposals}
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """All drafts, in one process."""
+    sys.meta_path.append(Stubs())
     sys.path.insert(0, asked["wheel"])
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    model = build(asked["target"], asked["draft"])
-    read, unset = load(model, load_file(Path(asked["draft"]) / "model.safetensors"))
     RadixAttention.forward = attend
+    start(asked["target"])
     cases = load_file(asked["cases"])
-    count = len(cases) // 2
-    proposals = [propose(model, cases[f"next.{i}"], cases[f"hidden.{i}"], asked["width"]) for i in range(count)]
-    stubbed = sorted({name.partition(".")[0] for name in stubs.names})
-    return {"stubbed": stubbed, "read": read, "unset": unset, "captured": captured(asked["draft"]), "proposals": proposals}
+    return {name: answer(draft, cases, asked["width"]) for name, draft in asked["drafts"].items()}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs under the engines' Python, without Draftsmith: `python vllm_driver.py ASKED.json ANSWERED.json` lets vLLM answer prompts, and writes what it counted.
 
-ASKED: {"target", "draft" or null, "width", "max_new", "end_ids", "prompts"}; ANSWERED: {"version", "runner", "layers", "answers", "counters"}.
+ASKED: {"target", "draft" or null, "width", "max_new", "end_ids", "prompts"}; ANSWERED: {"version", "layers", "answers", "counters"}.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -29,13 +31,19 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     )
     sampling = SamplingParams(temperature=0, max_tokens=asked["max_new"], stop_token_ids=asked["end_ids"], detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], sampling)
-    worker = llm.llm_engine.model_executor.driver_worker.worker
     return {
         "version": vllm.__version__,
-        "runner": "V2" if worker.use_v2_model_runner else "V1",
+        "layers": _layers(llm) if asked["draft"] else {},
         "answers": [_answer(output.outputs[0]) for output in outputs],
         "counters": {m.name: getattr(m, "values", getattr(m, "value", None)) for m in llm.get_metrics() if "spec_decode" in m.name},
     }
+
+
+def _layers(llm: LLM) -> dict[str, list[int]]:
+    """Captured layers of the target, as each of the two model runners reads them; which of them is running depends on vLLM."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert isinstance(runner, GPUModelRunner), f"{type(runner).__name__} is no V1 runner: tests/interop counts its passes as V1 does"
+    return {"V1": list(runner._get_eagle3_aux_layers_from_config()), "V2": list(get_eagle3_aux_layers_from_config(runner.speculative_config))}
 
 
 def _answer(output: Any) -> dict[str, Any]:
