@@ -21,6 +21,7 @@ from engines import environment
 from gguf import GGUFReader
 from safetensors.torch import load_file
 from serving import MAX_NEW, TOLERANCE, WIDTH, drive, missing, require
+from torch import Tensor
 
 from draftsmith.eval.decode import Decoded
 from draftsmith.eval.report import Prompt
@@ -67,6 +68,11 @@ def converted(converter: Path, run: Run, shipped: Path, tmp_path_factory: pytest
     return found
 
 
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head as llama.cpp's rotary positions pair them: neighbours instead of halves."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
 def test_every_tensor_and_field_arrives(run: Run, shipped: Path, converted: Converted) -> None:
     reader, tensors = GGUFReader(converted.draft), load_file(shipped / "model.safetensors")
     arrived = {t.name: t for t in reader.tensors}
@@ -74,9 +80,11 @@ def test_every_tensor_and_field_arrives(run: Run, shipped: Path, converted: Conv
     assert {name.removesuffix(".weight") for name in tensors} - {"d2t", "t2d"} == set(NAMES)
     absolute = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     assert torch.equal(torch.tensor(arrived["d2t"].data), absolute), "offsets become ids"
-    for ours, theirs in NAMES.items():
-        assert torch.equal(torch.tensor(arrived[f"{theirs}.weight"].data), tensors[f"{ours}.weight"]), ours
     shape = run.target.shape
+    for ours, theirs in NAMES.items():
+        heads = {"q_proj": shape.heads, "k_proj": shape.kv_heads}.get(ours.rpartition(".")[2])
+        tensor = tensors[f"{ours}.weight"] if heads is None else interleaved(tensors[f"{ours}.weight"], heads)
+        assert torch.equal(torch.tensor(arrived[f"{theirs}.weight"].data), tensor), ours
     fields = {
         "general.architecture": "eagle3", "eagle3.target_layers": [i + 1 for i in run.spec.layers], "eagle3.target_hidden_size": shape.hidden_size,
         "eagle3.norm_before_residual": False, "eagle3.norm_before_fc": False, "eagle3.block_count": 1, "eagle3.vocab_size": shape.vocab_size,
