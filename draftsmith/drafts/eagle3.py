@@ -346,20 +346,7 @@ class Eagle3(Draft):
 
     @staticmethod
     def engines(config: Eagle3Config, shape: TargetShape) -> Mapping[str, Service]:
-        """The rules and where each was read: docs/export.md."""
-        layers = list(Eagle3.needs(config, shape).layers)
-        one = len(layers) == 1
-        no_fc = f"draft.layers {layers}: with one captured block {{}} leaves out fc; capture at least two"
-        rope = shape.rope.get("rope_type", "default")
-        llama_cpp = [f"draft.layers {layers}: llama.cpp reads exactly three; capture three"] if len(layers) != 3 else []
-        if rope not in ("default", "linear", "yarn", "llama3"):
-            llama_cpp.append(f"rotary positions of type {rope}: llama.cpp's converter writes default, linear, yarn, llama3; choose another engine")
-        return {
-            "sglang": Service("EAGLE3", (no_fc.format("SGLang"),) if one else (), reads=published.SGLANG_READS),
-            "vllm": Service("eagle3", reads=published.VLLM_READS),
-            "llama.cpp": Service("draft-eagle3", tuple(llama_cpp)),
-            "tensorrt-llm": Service("Eagle3", (no_fc.format("TensorRT-LLM"),) if one else (), f"eagle3_layers_to_capture: {layers}"),
-        }
+        return published.services(list(Eagle3.needs(config, shape).layers), shape, config.norm_before_residual)
 
     def layout(self, form: Form = "engine") -> Layout:
         """`midlayer.` names and layer ids in both conventions (nested: outputs; top level: inputs), or as speculators has it. A full vocabulary ships
@@ -368,8 +355,8 @@ class Eagle3(Draft):
         prefix = "midlayer." if form == "engine" else "layers.0."
         names = {k: published.in_block(k, prefix) for k in self.state_dict() if k not in left_out}
         config: dict[str, Any] = {
-            "draft_vocab_size": self.config.vocab_size, "target_hidden_size": self.shape.hidden_size, "norm_before_residual": False,
-            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in self.layers],
+            "draft_vocab_size": self.config.vocab_size, "target_hidden_size": self.shape.hidden_size,
+            "norm_before_residual": self.config.norm_before_residual, "eagle_aux_hidden_state_layer_ids": [i + 1 for i in self.layers],
         }  # fmt: skip
         if form == "speculators":
             flags = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
@@ -385,8 +372,9 @@ class Eagle3(Draft):
     @classmethod
     def from_engine(cls, fields: Mapping[str, Any], shape: TargetShape, config: Eagle3Config, layers: tuple[int, ...]) -> Eagle3:
         published.refuse_variants(fields, shape)
-        size = fields.get("draft_vocab_size") or shape.vocab_size
-        return cls(config.model_copy(update={"layers": layers, "vocab_size": size, "intermediate_size": shape.intermediate_size}), shape)
+        size, normed = fields.get("draft_vocab_size") or shape.vocab_size, bool(fields.get("norm_before_residual"))
+        there = {"layers": layers, "vocab_size": size, "intermediate_size": shape.intermediate_size, "norm_before_residual": normed}
+        return cls(config.model_copy(update=there), shape)
 
     def plain_state(self) -> dict[str, Tensor]:
         state = {k: v for k, v in self.state_dict().items() if k != "feature_scale"}

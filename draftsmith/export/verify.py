@@ -111,9 +111,10 @@ def _algorithm(s: Subject) -> Iterator[str]:
 
 
 def _fields(s: Subject) -> Iterator[str]:
-    """Every field that engines read, with the value that follows from the others; no tie to the embedding; flags of variants written."""
+    """Every field that engines read, with the value that follows from the checkpoint, or else from the other fields; flags of variants written."""
+    draft = s.sketch if s.checkpoint is None else s.checkpoint
     dtype = str(next((t.dtype for t in s.found.tensors.values() if t.is_floating_point()), torch.float32)).removeprefix("torch.")
-    expected = layouts.config_of(s.sketch, s.found.form, dtype, "", s.width)
+    expected = layouts.config_of(draft, s.found.form, dtype, "", s.width)
     expected.pop("speculators_config", None)
     yield from _different(expected, s.found.fields, "")
     if s.found.form == "speculators" and "speculators_config" not in s.found.fields:
@@ -239,7 +240,7 @@ def _embedding(s: Subject) -> Iterator[str]:
 
 
 def _unchanged(s: Subject) -> Iterator[str]:
-    """The weights as they were written."""
+    """Weights and config.json as they were written."""
     sums = s.found.facts.get("sha256")
     if not sums:
         raise Skip("no draftsmith.json with checksums")

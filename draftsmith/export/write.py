@@ -69,8 +69,10 @@ def write(draft: Draft, target: Target, aside: Path, config: ExportConfig, width
     tensors[EMBEDDING] = _cast(target.embedding_VH[: draft.shape.vocab_size], dtype)
     data = save(tensors, metadata={"format": "pt"})
     write_bytes(aside / "model.safetensors", data)
-    write_text(aside / CONFIG, layouts.as_json(layouts.config_of(draft, config.format, config.dtype, origin.target, width)))
-    facts = facts_of(draft, target, config, width, origin) | {"sha256": {"model.safetensors": hashlib.sha256(data).hexdigest()}}
+    described = layouts.as_json(layouts.config_of(draft, config.format, config.dtype, origin.target, width))
+    write_text(aside / CONFIG, described)
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in (("model.safetensors", data), (CONFIG, described.encode()))}
+    facts = facts_of(draft, target, config, width, origin) | {"sha256": sums}
     write_text(aside / FACTS, layouts.as_json(facts))
     write_text(aside / "README.md", card(draft, facts, origin, folder))
 

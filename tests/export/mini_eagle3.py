@@ -58,6 +58,8 @@ class MiniEagle3:
             scores = torch.stack([turned @ k[group] / math.sqrt(dim) for k in self.keys])
             share = torch.softmax(scores, 0)
             seen.append(sum((s * v[group] for s, v in zip(share, self.values, strict=True)), torch.zeros(dim).double()))
+        if c.get("norm_before_residual"):
+            hidden = norm(hidden, self.weight("midlayer.hidden_norm"), self.eps)
         hidden = hidden + self.weight("midlayer.self_attn.o_proj") @ torch.cat(seen)
         x = norm(hidden, self.weight("midlayer.post_attention_layernorm"), self.eps)
         gate, up = self.weight("midlayer.mlp.gate_proj") @ x, self.weight("midlayer.mlp.up_proj") @ x

@@ -42,6 +42,10 @@ def test_one_captured_block_skips_fc_in_two_engines(target: Target) -> None:
     assert set(refused(target.shape, layers=(2,))) == {"sglang", "llama.cpp", "tensorrt-llm"}
 
 
+def test_the_normed_residual_is_for_engines_that_read_its_flag(target: Target) -> None:
+    assert set(refused(target.shape, norm_before_residual=True)) == {"sglang", "tensorrt-llm"}
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
 def test_rotary_types_that_llama_cpp_does_not_write_for_a_draft(target: Target, kind: str) -> None:
     shape = replace(target.shape, rope={"rope_type": kind, "rope_theta": 5000.0})

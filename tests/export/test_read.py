@@ -27,12 +27,14 @@ def same(draft: Eagle3, other: Any) -> None:
     assert isinstance(other, Eagle3)
     ours, theirs = draft.plain_state(), other.plain_state()
     assert {name: torch.equal(theirs[name], tensor) for name, tensor in ours.items()} == dict.fromkeys(ours, True)
-    assert other.layers == draft.layers
+    assert (other.layers, other.config.norm_before_residual) == (draft.layers, draft.config.norm_before_residual)
     assert (other.shape.rope["rope_theta"], other.shape.head_dim, other.shape.intermediate_size) == (5000.0, 8, 48)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("form", ["engine", "speculators"])
-def test_a_round_trip_changes_no_bit(draft: Eagle3, target: Target, found: list[Features], tmp_path: Path, form: Any) -> None:
+def test_a_round_trip_changes_no_bit(target: Target, found: list[Features], tmp_path: Path, form: Any, normed: bool) -> None:
+    draft = tiny_draft(target, found, norm_before_residual=normed)
     export(draft, target, tmp_path / "x", ExportConfig(format=form), found, WIDTH)
     again = read(tmp_path / "x", target.shape)
     same(draft, again)
@@ -102,6 +104,13 @@ def test_speculators(draft: Eagle3, target: Target, tmp_path: Path) -> None:
     same(draft, read(save_directory(tmp_path, SPECULATORS, renamed(draft.plain_state(), "layers.0.")), target.shape))
 
 
+def test_speculators_with_the_normed_residual(target: Target, found: list[Features], tmp_path: Path) -> None:
+    draft = tiny_draft(target, found, norm_before_residual=True)
+    again = read(save_directory(tmp_path, SPECULATORS | {"norm_before_residual": True}, renamed(draft.plain_state(), "layers.0.")), target.shape)
+    same(draft, again)
+    assert propose(again, target, found[3], 20) == propose(draft, target, found[3], 20)
+
+
 def test_shards_are_read_as_one(draft: Eagle3, target: Target, tmp_path: Path) -> None:
     tensors = renamed(draft.plain_state(), "midlayer.")
     folder = save_directory(tmp_path, SPECFORGE, {})
@@ -141,7 +150,6 @@ def test_training_settings_are_the_recipes_and_sizes_the_directorys(draft: Eagle
 # ---- refused ----
 
 VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
-    "normed residual": ({"norm_before_residual": True}, "norm_before_residual = True: the residual would be the normed state"),
     "norm before fc": ({"norm_before_fc": True}, "norm_before_fc = True: a norm before fc"),
     "norm before fc, nested": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc = True"),
     "EAGLE-3.1 features": ({"fc_norm": True}, "fc_norm = True: EAGLE-3.1"),

@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "missing count": (lambda f, t, a: f.pop("num_aux_hidden_states"), "config fields", "num_aux_hidden_states is missing, expected 3"),
     "tied": (lambda f, t, a: f.update(tie_word_embeddings=True), "config fields", "tie_word_embeddings is True, expected False"),
     "normed recurrent state": (lambda f, t, a: f.update(norm_output=True), "algorithm and norm state", "norm_output = True"),
-    "normed residual": (lambda f, t, a: f.update(norm_before_residual=True), "algorithm and norm state", "norm_before_residual = True"),
+    "normed residual": (lambda f, t, a: f.update(norm_before_residual=True), "config fields", "norm_before_residual is True, expected False"),
     "normed features": (lambda f, t, a: f.update(fc_norm=True), "algorithm and norm state", "fc_norm = True"),
     "theta lost in one spelling": (lambda f, t, a: f.update(rope_theta=10000.0), "rotary positions", "are different rotary positions"),
     "theta lost": (lambda f, t, a: f.update(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "rotary positions", "the target's"),
