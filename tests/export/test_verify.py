@@ -170,6 +170,15 @@ def test_a_map_in_a_side_file_is_named(fields: dict[str, Any], tensors: dict[str
     assert "engines read none of the files beside it (vocab_mapping.pt)" in judge(tmp_path)["draft vocabulary"].detail
 
 
+def test_the_same_weights_under_other_rotary_positions_draft_otherwise(
+    fields: dict[str, Any], tensors: dict[str, Tensor], facts: dict[str, Any], judge: Any, tmp_path: Path
+) -> None:
+    """Every tensor is the checkpoint's, so only the proposals can tell."""
+    fields.update(rope_theta=2.0, rope_parameters={"rope_type": "default", "rope_theta": 2.0})
+    detail = judge(save_directory(tmp_path, fields, tensors, facts))["proposals of the checkpoint"].detail
+    assert re.match(r"the exported draft proposes \[.*\] where the checkpoint proposes", detail), detail
+
+
 def test_a_change_behind_the_record_is_seen(fields: dict[str, Any], tensors: dict[str, Tensor], facts: dict[str, Any], judge: Any, tmp_path: Path) -> None:
     save_directory(tmp_path, fields, tensors, facts)
     data = (tmp_path / "model.safetensors").read_bytes()

@@ -191,7 +191,8 @@ class Scripted(Draft):
     def _unused(self, *_: Any) -> Any:
         raise AssertionError("training does not ask this")
 
-    from_engine = needs = initialise = start = propose = layout = plain_state = load_plain_state = _unused  # type: ignore[assignment]
+    needs = initialise = start = propose = layout = plain_state = load_plain_state = engines = _unused  # type: ignore[assignment]
+    from_engine = recognises = published_layers = published_name = layer_faults = _unused  # type: ignore[assignment]
 
 
 class OneBatch(Source):
