@@ -85,10 +85,11 @@ def _rates(acceptance: Mapping[str, Any]) -> list[str]:
 def _curve(found: Mapping[str, Any], way: str) -> Table:
     many = found["batch_curve"]
     columns = [f"drafted ({way})", "acceptance length", "draft ms", "verify ms", "speedup"]
-    rows: list[list[object]] = [["none", "1.00", "", f"{found['plain_ms']:.1f}", "1.00"]] + [_point(p) for p in found["curve"]]
+    rows: list[list[object]] = [["none", "1.00", "", f"{found['plain_ms']:.1f}", "1.00"], *(_point(p) for p in found["curve"])]
     if many is not None:
         columns += [f"draft ms x{many['rows']}", f"verify ms x{many['rows']}", f"speedup x{many['rows']}"]
-        rows = [row + more for row, more in zip(rows, [["", f"{many['plain_ms']:.1f}", "1.00"], *(_point(p)[2:] for p in many["points"])], strict=True)]
+        added: list[list[object]] = [["", f"{many['plain_ms']:.1f}", "1.00"], *(_point(p)[2:] for p in many["points"])]
+        rows = [[*row, *more] for row, more in zip(rows, added, strict=True)]
     return Table("Predicted on this machine: median cost of a pass, and speedup" + (f"; x{many['rows']}: prompts together" if many else ""), columns, rows)
 
 

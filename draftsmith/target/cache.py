@@ -43,12 +43,13 @@ class GrowingLayer(DynamicLayer):
 
     def keep(self, first: int, place_BK: Tensor) -> None:
         """From `first` on keep the places `first + place_BK` alone, in this order."""
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             return
+        end = first + place_BK.shape[1]
         for states in (self.keys, self.values):
             index = place_BK[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-            states[:, :, first : first + place_BK.shape[1]] = states[:, :, first:].gather(2, index)
-        self.keys, self.values = (states[:, :, : first + place_BK.shape[1]] for states in (self.keys, self.values))
+            states[:, :, first:end] = states[:, :, first:].gather(2, index)
+        self.keys, self.values = self.keys[:, :, :end], self.values[:, :, :end]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""

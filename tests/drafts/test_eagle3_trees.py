@@ -118,7 +118,12 @@ def test_a_branch_that_hangs_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatc
     want = [by_reference(Reference(draft, target), d, tree) for d in documents]
     assert [branches(drafted(draft, target, d, tree), 0) for d in documents] == want
     extend = growing.Growth.extend
-    monkeypatch.setattr(growing.Growth, "extend", lambda self, logits: (lambda t, above: (t, above * 0))(*extend(self, logits)))
+
+    def below_the_first(growth: growing.Growth, logits: Tensor) -> tuple[Tensor, Tensor]:
+        token_BM, above_BM = extend(growth, logits)
+        return token_BM, torch.zeros_like(above_BM)
+
+    monkeypatch.setattr(growing.Growth, "extend", below_the_first)
     assert any(branches(drafted(draft, target, d, tree), 0) != w for d, w in zip(documents, want, strict=True))
 
 

@@ -36,7 +36,7 @@ def test_sets_are_categories_and_their_counts_add_up(tmp_path: Path, template: C
     assert [p.kind for p in prompts] == ["code"] * 3 + ["math"] * 6 + ["code#2"]
     assert [p.id for p in prompts][:4] == ["code/line-1", "code/line-2", "code/line-6", "math/line-1"]
     assert len({p.id for p in prompts}) == len(prompts)
-    text = template.tokenizer.decode(list(prompts[1].token_ids))
+    text = str(template.tokenizer.decode(list(prompts[1].token_ids)))
     assert text.index("yes") < text.index("two?")
     assert "no<" not in text
     assert text.endswith("<|im_start|>assistant\n")

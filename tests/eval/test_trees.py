@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -84,7 +84,7 @@ def test_the_branch_of_the_targets_choices_is_kept(tree: list[int], data: st.Dat
 def recursive(probs: Sequence[Sequence[float]], tokens: Sequence[int], tree: Sequence[int]) -> dict[tuple[int, ...], float]:
     """Probability of every output of a pass by the recursive rejection of SpecInfer and EAGLE-2: try the children in order, x with chance p(x); each that is
     rejected is removed from p, which is renormalised; when none is left the token comes from what remains of p."""
-    outputs: Counter[tuple[int, ...]] = Counter()
+    outputs: defaultdict[tuple[int, ...], float] = defaultdict(float)
 
     def descend(place: int, so_far: tuple[int, ...], chance: float) -> None:
         p = list(probs[place])
@@ -114,7 +114,7 @@ def test_drawing_the_targets_own_token_is_the_recursive_rejection_of_chosen_cand
         tokens = siblings_differ(tree, [0] * len(tree))
     if max(tokens) >= VOCABULARY:
         return
-    ours: Counter[tuple[int, ...]] = Counter()
+    ours: defaultdict[tuple[int, ...], float] = defaultdict(float)
 
     def descend(place: int, so_far: tuple[int, ...], chance: float) -> None:
         for token, x in enumerate(probs[place]):
