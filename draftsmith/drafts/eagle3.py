@@ -346,7 +346,14 @@ class Eagle3(Draft):
 
     @staticmethod
     def engines(config: Eagle3Config, shape: TargetShape) -> Mapping[str, Service]:
-        return published.services(list(Eagle3.needs(config, shape).layers), shape, config.norm_before_residual)
+        layers = list(Eagle3.needs(config, shape).layers)
+        refused = published.refusals(layers, shape, config.norm_before_residual)
+        return {
+            "sglang": Service("EAGLE3", refused["sglang"], reads=published.SGLANG_READS),
+            "vllm": Service("eagle3", refused["vllm"], reads=published.VLLM_READS),
+            "llama.cpp": Service("draft-eagle3", refused["llama.cpp"]),
+            "tensorrt-llm": Service("Eagle3", refused["tensorrt-llm"], f"eagle3_layers_to_capture: {layers}"),
+        }
 
     def layout(self, form: Form = "engine") -> Layout:
         """`midlayer.` names and layer ids in both conventions (nested: outputs; top level: inputs), or as speculators has it. A full vocabulary ships

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftsmith.core.types import TargetShape
-from draftsmith.drafts.base import Service
 
 _BLOCK = ("self_attn.", "mlp.", "input_layernorm.", "hidden_norm.", "post_attention_layernorm.")
 
@@ -48,20 +47,15 @@ def refuse_variants(fields: Mapping[str, Any], shape: TargetShape) -> None:
         raise ValueError(f"this draft is of a variant that Draftsmith does not compute: {'; '.join(wrong)}")
 
 
-def services(layers: list[int], shape: TargetShape, normed_residual: bool) -> dict[str, Service]:
-    """What engines make of EAGLE-3: the rules, and docs/export.md says where each was read."""
+def refusals(layers: list[int], shape: TargetShape, normed_residual: bool) -> dict[str, tuple[str, ...]]:
+    """Why an engine cannot serve such a draft; docs/export.md says where each rule was read."""
     everywhere = [] if len(layers) > 1 else [f"draft.layers {layers}: with one captured block it leaves out fc; capture at least two"]
     plain_alone = [] if not normed_residual else ["draft.norm_before_residual: its draft class adds to the raw state; vLLM and llama.cpp read the setting"]
     rope = shape.rope.get("rope_type", "default")
     llama_cpp = [f"draft.layers {layers}: llama.cpp reads exactly three; capture three"] if len(layers) != 3 else []
     if rope not in ("default", "linear", "yarn", "llama3"):
         llama_cpp.append(f"rotary positions of type {rope}: llama.cpp's converter writes default, linear, yarn, llama3; choose another engine")
-    return {
-        "sglang": Service("EAGLE3", (*everywhere, *plain_alone), reads=SGLANG_READS),
-        "vllm": Service("eagle3", reads=VLLM_READS),
-        "llama.cpp": Service("draft-eagle3", tuple(llama_cpp)),
-        "tensorrt-llm": Service("Eagle3", (*everywhere, *plain_alone), f"eagle3_layers_to_capture: {layers}"),
-    }
+    return {"sglang": (*everywhere, *plain_alone), "vllm": (), "llama.cpp": tuple(llama_cpp), "tensorrt-llm": (*everywhere, *plain_alone)}
 
 
 KEY = "eagle_aux_hidden_state_layer_ids"
