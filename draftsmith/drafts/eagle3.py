@@ -57,6 +57,8 @@ class Eagle3Config(Config):
     """Train the head too. Frozen, it stays the target's own rows: its share of the work falls by a third."""
     feature_noise: Size = 0.0
     """Uniform noise up to this many root mean squares, added to features in training (EAGLE, arXiv 2401.15077): works against overfitting."""
+    norm_before_residual: bool = False
+    """The block adds to its normed input instead of the raw one, as drafts of the speculators library do. vLLM and llama.cpp serve both."""
     intermediate_size: Positive | None = None
     """Width of the MLP; the target's when absent."""
     init_from: str | None = None
@@ -257,7 +259,8 @@ class Eagle3(Draft):
         return torch.cat((self.input_layernorm(embedded.to(state.dtype)), self.hidden_norm(state)), dim=-1)
 
     def _finish(self, state: Tensor, seen: Tensor) -> Tensor:
-        state = state + self.self_attn.output(seen)
+        residual = self.hidden_norm(state) if self.config.norm_before_residual else state
+        state = residual + self.self_attn.output(seen)
         return state + self.mlp(self.post_attention_layernorm(state))
 
     def _target_ids(self) -> Tensor:

@@ -69,6 +69,7 @@ class Reference:
         self.scale = draft.feature_scale.double()
         self.ids = [i + int(offset) for i, offset in enumerate(draft.d2t)]
         self.target, self.shape = target, target.shape
+        self.normed_residual = draft.config.norm_before_residual
 
     # ---- parts ----
 
@@ -127,7 +128,7 @@ class Reference:
         for step, token in enumerate(own):
             x = self.entering(token, state)
             seen.append(self.key_value(x, anchor + step))
-            attended = state + self.attend(x, anchor + step, seen)
+            attended = (self.norm(state, "hidden_norm") if self.normed_residual else state) + self.attend(x, anchor + step, seen)
             state = attended + self.mlp(self.norm(attended, "post_attention_layernorm"))
             logits.append(self.w("lm_head") @ self.norm(state, "norm"))
         return logits

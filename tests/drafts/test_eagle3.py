@@ -59,12 +59,12 @@ def overlap(predictions: list[Prediction], step_weight: float) -> tuple[float, f
 
 
 @settings(some, max_examples=60)
-@given(worlds, st.sampled_from((1.0, 0.75, 0.5)), st.sampled_from(RULES), st.booleans())
-def test_packed_loss_gradients_and_metrics_equal_the_reference(world: tuple, step_weight: float, rule: LogitRule, bias: bool) -> None:
-    """Under every logit rule, and a head with and without a bias."""
+@given(worlds, st.sampled_from((1.0, 0.75, 0.5)), st.sampled_from(RULES), st.booleans(), st.booleans())
+def test_packed_loss_gradients_and_metrics_equal_the_reference(world: tuple, step_weight: float, rule: LogitRule, bias: bool, normed: bool) -> None:
+    """Under every logit rule, a head with and without a bias, and both kinds of residual."""
     masks, steps, vocabulary, seed = world
     target = random_target(seed, rule=rule, bias=bias)
-    draft = random_draft(seed, vocab_size=vocabulary, steps=steps, step_weight=step_weight)
+    draft = random_draft(seed, vocab_size=vocabulary, steps=steps, step_weight=step_weight, norm_before_residual=normed)
     documents = random_documents(masks, target, seed)
     output = run(draft, documents, target)
     reference = Reference(draft, target)

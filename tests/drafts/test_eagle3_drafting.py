@@ -45,10 +45,16 @@ def whole(documents: list[Features], draft: Eagle3, target: Target, width: int, 
 
 
 @some
-@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 19), st.integers(0, 9999))
-def test_proposals_fed_in_pieces_equal_the_reference_from_scratch(pieces: list[list[int]], width: int, vocabulary: int, seed: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 19),
+    st.booleans(),
+    st.integers(0, 9999),
+)
+def test_proposals_fed_in_pieces_equal_the_reference_from_scratch(pieces: list[list[int]], width: int, vocabulary: int, normed: bool, seed: int) -> None:
     """Row b gets pieces[b][n] tokens in round n; a row without a piece left leaves the batch, as an answer that ended does."""
-    target, draft = random_target(seed), random_draft(seed, vocab_size=vocabulary)
+    target, draft = random_target(seed), random_draft(seed, vocab_size=vocabulary, norm_before_residual=normed)
     documents = random_documents([[True] * (sum(p) + 1) for p in pieces], target, seed)
     reference, rows = Reference(draft, target), list(range(len(pieces)))
     state: KeyValues = draft.start(len(rows))
