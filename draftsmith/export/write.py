@@ -105,7 +105,7 @@ def compare(one: Draft, other: Draft, target: Target, samples: Sequence[Features
             if not torch.equal(first, second):
                 raise ValueError(
                     f"the exported draft proposes {first.tolist()[0]} where the checkpoint proposes {second.tolist()[0]} (sample "
-                    f"{features.sample.id!r}, token {stop}); the export is wrong and was not kept"
+                    f"{features.sample.id!r}, token {stop}); the directory is wrong: do not serve it"
                 )
             compared += 1
     return compared
@@ -116,7 +116,7 @@ def require_equal(again: Draft, written: Draft, folder: Path) -> None:
     plain = written.plain_state()
     for name, tensor in again.plain_state().items():
         if not torch.equal(tensor, plain[name]):
-            raise ValueError(f"{folder}: tensor {name}, read back, differs from the draft's; the export is wrong and was not kept")
+            raise ValueError(f"{folder}: tensor {name}, read back, differs from the draft's; the directory is wrong: do not serve it")
 
 
 def _context(features: Features, stop: int) -> Context:
