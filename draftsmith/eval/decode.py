@@ -86,7 +86,7 @@ class Decoder:
 
     def reach(self, prompt: int, max_new: int) -> int:
         """The most places that the cache of a row can have: each pass may leave as many as its longest branch, and the last one holds all it drafted."""
-        return prompt + max_new * (depth(self.width) + 1) + drafted(self.width)
+        return prompt + max_new * (depth(self.width) + 1) + drafted(self.width) - depth(self.width)
 
     def together(self, places: int) -> bool:
         """Whether prompts can be decoded together in a cache of so many places: rows of a batch have gaps, which masks hide, and close windows by places."""
