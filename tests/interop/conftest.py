@@ -9,9 +9,10 @@ import pytest
 from serving import MAX_NEW, PROMPTS, WIDTH, trained_run
 
 from draftsmith.eval.decode import Decoded
-from draftsmith.eval.report import Prompt
-from draftsmith.export.write import read
-from draftsmith.pipeline import Run, decoders, evaluation_prompts, export_run
+from draftsmith.eval.prompts import Prompt
+from draftsmith.export.read import read
+from draftsmith.pipeline import Run, decoders, evaluation_prompts
+from draftsmith.shipping import export_run
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def shipped(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompts(run: Run) -> list[Prompt]:
     """Held-out ones."""
-    found = evaluation_prompts(run)
+    found, _ = evaluation_prompts(run)
     assert len(found) == PROMPTS
     return found
 

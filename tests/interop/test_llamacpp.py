@@ -24,7 +24,7 @@ from serving import MAX_NEW, TOLERANCE, WIDTH, drive, missing, require
 from torch import Tensor
 
 from draftsmith.eval.decode import Decoded
-from draftsmith.eval.report import Prompt
+from draftsmith.eval.prompts import Prompt
 from draftsmith.pipeline import Run
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]

@@ -19,7 +19,7 @@ from serving import MAX_NEW, WIDTH, Served, cut, disagreements, drive, require
 from draftsmith.core.disk import write_text
 from draftsmith.eval.acceptance import Acceptance
 from draftsmith.eval.decode import Decoded
-from draftsmith.eval.report import Prompt
+from draftsmith.eval.prompts import Prompt
 from draftsmith.pipeline import Run
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
