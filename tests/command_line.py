@@ -137,3 +137,13 @@ def _main(arguments: Sequence[str], fault: Fault, output: str) -> None:
 def contents(folder: Path, skip: Sequence[str] = ()) -> dict[str, bytes]:
     """All files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in skip}
+
+
+def printed(folder: Path, *arguments: object, code: int) -> str:
+    """What the command printed; its exit code is `code` and there is no traceback."""
+    output = folder / "output.txt"
+    output.unlink(missing_ok=True)
+    found, text = command(arguments, output)
+    assert found == code, text
+    assert "Traceback" not in text, text
+    return text

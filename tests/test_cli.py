@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import command, contents, execute, write_recipe
+from command_line import contents, execute, printed, write_recipe
 
 from draftsmith.core.config import load
 from draftsmith.data.conversations import Conversation, Message, dumps, read
@@ -21,16 +21,6 @@ from draftsmith.recipe import Recipe
 
 STAGES = ("capture", "train", "eval", "export")
 EVAL = ["eval.width=3", "eval.max_new=20", "eval.batch=3", "eval.timed_prompts=2", "eval.timed_tokens=10"]
-
-
-def printed(folder: Path, *arguments: object, code: int) -> str:
-    """What the command printed; its exit code is `code` and there is no traceback."""
-    output = folder / "output.txt"
-    output.unlink(missing_ok=True)
-    found, text = command(arguments, output)
-    assert found == code, text
-    assert "Traceback" not in text, text
-    return text
 
 
 @pytest.fixture(scope="module")

@@ -55,12 +55,13 @@ def read_prompts(asked: PromptSet, template: ChatTemplate, limit: int | None, lo
     found: list[Prompt] = []
     for entry in chosen:
         ids = _ids(entry, template)
-        reason = ids if isinstance(ids, str) else f"longer than {longest:,} tokens" if len(ids) > longest else None
-        if reason is not None:
-            counts.drop(reason, entry.where)
+        if not isinstance(ids, str) and len(ids) > longest:
+            ids = f"longer than {longest:,} tokens"
+        if isinstance(ids, str):
+            counts.drop(ids, entry.where)
             continue
         name = entry.name if asked.name is None else f"{asked.name}/{entry.name}"
-        found.append(Prompt(name, asked.name or entry.kind, tuple(ids)))  # type: ignore[arg-type]
+        found.append(Prompt(name, asked.name or entry.kind, tuple(ids)))
     counts.kept = len(found)
     return found, counts
 

@@ -9,23 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import DRAFT, command, write_recipe
+from command_line import DRAFT, printed, write_recipe
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.conversations import Conversation
 
 EVAL = ["eval.width=3", "eval.max_new=12", "eval.batch=3", "eval.timed_prompts=1", "eval.timed_tokens=8"]
 FEW = ["train.steps=4", "train.evaluate_every=4", "train.checkpoint_every=4"]
-
-
-def printed(folder: Path, *arguments: object, code: int) -> str:
-    """What the command printed; its exit code is `code` and there is no traceback."""
-    output = folder / "output.txt"
-    output.unlink(missing_ok=True)
-    found, text = command(arguments, output)
-    assert found == code, text
-    assert "Traceback" not in text, text
-    return text
 
 
 @pytest.fixture(scope="module")
