@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import command, write_recipe
-from conftest import tiny_tokenizer
 from safetensors.torch import load_file
+from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, PreTrainedConfig, Qwen2Config
 
 from draftsmith.data.conversations import Conversation

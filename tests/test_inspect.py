@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_tokenizer
 from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Gemma2Config, Mamba2Config, PhiConfig, PreTrainedConfig
 
 from draftsmith import inspect as inspection

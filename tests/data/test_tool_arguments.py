@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHATML
 from templates import OBJECT_ARGUMENTS, TEXT_ARGUMENTS, changed
+from tiny import CHATML
 from transformers import ByT5Tokenizer
 
 from draftsmith.data import cache

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from chi_square import p_value
-from conftest import tiny_config
 from scripted import LAYERS, Rows, Scripted
+from tiny import tiny_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
