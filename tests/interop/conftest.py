@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serving import MAX_NEW, PROMPTS, WIDTH, trained_run
+from engines import environment
+from serving import MAX_NEW, PROMPTS, WIDTH, missing, trained_run
 
 from draftsmith.eval.decode import Decoded
 from draftsmith.eval.prompts import Prompt
@@ -17,6 +18,9 @@ from draftsmith.shipping import export_run
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Session fixtures come before all others: without any engine nothing may be trained."""
+    if not environment().is_dir():
+        missing("an engine")
     return trained_run(tmp_path_factory.mktemp("run"))
 
 
