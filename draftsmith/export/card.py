@@ -62,11 +62,15 @@ def _measured(report: Mapping[str, Any] | None, width: int) -> str:
     if report is None:
         return "## Measured\n\nNothing: this draft was not judged before it was exported (`draftsmith eval`)."
     rates = ", ".join(f"{rate:.1%}" for rate in report["acceptance"]["position_rates"])
-    same = "equal to the target's own greedy output for all of them" if report["greedy_identical"] else "NOT equal to the target's own greedy output everywhere"
+    outputs = {
+        True: "Outputs were equal to the target's own greedy output for all of them.",
+        False: "Outputs were NOT equal to the target's own greedy output everywhere.",
+        None: "Tokens were drawn, so outputs were not compared.",
+    }[report["greedy_identical"]]
     lines = [
-        f"Acceptance length **{report['acceptance_length']:.2f}** tokens a verification pass (the bonus token counts), over {report['prompts']} held-out "
+        f"Acceptance length **{report['acceptance_length']:.2f}** tokens a verification pass (the bonus token counts), over {report['prompts']} "
         f"prompts, {report['draft_tokens']} drafted tokens, temperature {report['temperature']:g} ({report['acceptance_rule']}), {report['dtype']}.",
-        f"Accepted at each position, of all passes: {rates}. Outputs were {same}.",
+        f"Accepted at each position, of all passes: {rates}. {outputs}",
     ]
     if report.get("simulated_acceptance_length") is not None:
         lines.append(f"The simulation at training time said {report['simulated_acceptance_length']:.2f}.")
@@ -78,7 +82,11 @@ def _serving(draft: Draft, facts: Mapping[str, Any], report: Mapping[str, Any] |
     found = refusals(type(draft), draft.config, draft.shape, facts["format"])
     target, width = facts["target"]["name"], (report or {}).get("best_width", facts["draft_tokens"])
     why = "predicted to be fastest on the machine that judged it" if report is not None and "best_width" in report else "the recipe's, not measured"
-    lines = [f"## Serve\n\nRules were read in the versions named. The draft length of {width} is {why}; another machine may want another one."]
+    lines = [
+        f"## Serve\n\nRules were read in the versions named. The draft length of {width} is {why}; another machine may want another one. "
+        "Draftsmith's own tests run vLLM, and llama.cpp's converter and server; the commands of SGLang and TensorRT-LLM follow their sources "
+        "and were not run."
+    ]
     for name, engine in ENGINES.items():
         lines.append(f"**{engine.title}** ({engine.checked})")
         if found[name]:

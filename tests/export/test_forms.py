@@ -127,7 +127,7 @@ def test_the_card_gives_figures_with_their_conditions(draft: Eagle3, target: Tar
         ORIGIN, report=REPORT | {"best_width": 2}, data=("train: talks.jsonl; 12 read",), recipe="run: x\n", training={"trained": "30 of 60 steps"}
     )
     text = text_of(draft, target, found, tmp_path / "x", origin)
-    assert "**2.35** tokens a verification pass (the bonus token counts), over 100 held-out prompts, 5 drafted tokens, temperature 0" in text
+    assert "**2.35** tokens a verification pass (the bonus token counts), over 100 prompts, 5 drafted tokens, temperature 0" in text
     assert "50.0%, 25.0%" in text
     assert "equal to the target's own greedy output for all of them" in text
     assert "* train: talks.jsonl; 12 read" in text
@@ -136,6 +136,10 @@ def test_the_card_gives_figures_with_their_conditions(draft: Eagle3, target: Tar
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     different = text_of(draft, target, found, tmp_path / "y", replace(origin, report=REPORT | {"greedy_identical": False}))
     assert "NOT equal to the target's own greedy output everywhere" in different
+    drawn = text_of(draft, target, found, tmp_path / "z", replace(origin, report=REPORT | {"greedy_identical": None, "temperature": 0.7}))
+    assert "temperature 0.7" in drawn
+    assert "Tokens were drawn, so outputs were not compared." in drawn
+    assert "greedy output" not in drawn
 
 
 def test_the_card_tells_which_engine_cannot(draft: Eagle3, target: Target, found: list[Features], tmp_path: Path) -> None:
